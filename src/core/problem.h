@@ -1,0 +1,108 @@
+// One attention call as plain data: named dims, tensors with their strides, the spec and the optional operands.
+// Built once by ffi/decode.h, passed by value to CPU threads and CUDA kernels. Owns nothing and allocates nothing.
+#pragma once
+#include "core/dropout.h"
+#include "core/mask.h"
+#include "core/score.h"
+#include "core/spec.h"
+
+namespace jax_flash2 {
+
+// Letters, the same everywhere: B batch, T query length, S key length, N query heads, K key/value heads, D query/key head
+// dim, Dv value head dim. Query head n reads key head n / (N / K).
+
+// Any number of batch axes are coalesced to at most this many; an operand has stride 0 along an axis it does not vary on.
+inline constexpr int kMaxBatchAxes = 4;
+
+// The coordinates of one batch row.
+struct Batch {
+  int32_t at[kMaxBatchAxes];
+};
+
+// A tensor [*B, ...] by its strides in elements; an axis that the tensor lacks or shares has stride 0. Null data: absent.
+struct Tensor {
+  void* data = nullptr;
+  int64_t batch[kMaxBatchAxes] = {};
+  int64_t row = 0;   // along T or S
+  int64_t head = 0;  // along N or K
+  int64_t col = 0;   // along D, Dv, or S of a score-shaped operand
+
+  JAX_FLASH2_HD bool present() const { return data != nullptr; }
+
+  // The first element of (batch row, head).
+  template <class T>
+  JAX_FLASH2_HD T* at(const Batch& b, int h = 0) const {
+    int64_t offset = h * head;
+    for (int a = 0; a < kMaxBatchAxes; a++) offset += b.at[a] * batch[a];
+    return static_cast<T*>(data) + offset;
+  }
+};
+
+struct Extras {
+#define JAX_FLASH2_EXTRA(name, dtype, axes) Tensor name;
+  JAX_FLASH2_EXTRAS(JAX_FLASH2_EXTRA)
+#undef JAX_FLASH2_EXTRA
+};
+
+struct Problem {
+  DType dtype;                        // of q, k, v, out and their gradients; the rest says its own below
+  int32_t batch_sizes[kMaxBatchAxes];  // unused axes are 1
+  int32_t B, T, S, N, K, D, Dv;       // B: product of batch_sizes
+  Spec spec;
+  Extras extras;
+
+  Tensor q;    // [*B, T, N, D]
+  Tensor k;    // [*B, S, K, D]
+  Tensor v;    // [*B, S, K, Dv]
+  Tensor out;  // [*B, T, N, Dv]
+  Tensor lse;  // [*B, N, T] float32 (float64 where dtype is): log sum exp of a row's scores, natural log
+
+  // Backward only.
+  Tensor dout;        // like out
+  Tensor dlse;        // like lse, or absent (zero)
+  Tensor dq, dk, dv;  // like q, k, v but with every batch axis
+  Extras grads;       // a slot per optional operand, see JAX_FLASH2_EXTRAS
+
+  // Backward workspaces of the CUDA kernels, uninitialised.
+  Tensor delta;           // [*B, N, T] float32: rowsum(dout * out) - dlse
+  Tensor dq_acc;          // [*B, N, T, D] float32
+  Tensor dk_acc, dv_acc;  // [*B, K, S, D | Dv] float32, or absent where N == K
+  Tensor order;           // [*B, N, ceil(T / 32) + 1] int32, or absent where not deterministic
+
+  JAX_FLASH2_HD int group() const { return N / K; }
+
+  JAX_FLASH2_HD Batch batch(int b) const {
+    Batch r;
+    for (int a = kMaxBatchAxes - 1; a > 0; a--) r.at[a] = b % batch_sizes[a], b /= batch_sizes[a];
+    r.at[0] = b;
+    return r;
+  }
+
+  JAX_FLASH2_HD Mask mask(const Batch& b) const {
+    const auto length = [&](const Tensor& lens, int full) {
+      return lens.present() ? clamp_(*lens.at<const int32_t>(b), 0, full) : full;
+    };
+    return Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S));
+  }
+
+  template <class Real>
+  JAX_FLASH2_HD Score<Real> score(const Batch& b, int /*n*/) const {
+    const Real scale = extras.scale.present() ? Real(*extras.scale.at<const float>(b)) : Real(spec.scale);
+    return {scale, Real(spec.softcap)};
+  }
+
+  JAX_FLASH2_HD Keep keep(const Batch&, int /*n*/) const { return {}; }
+
+  JAX_FLASH2_HD DScore dscore(const Batch&, int /*n*/) const { return {}; }
+
+  // The plain body serves bounds only, with a scale known to be positive; the general one acts on every score.
+  bool plain() const { return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0; }
+};
+
+// What host code answers: null when the work was enqueued or done, else a message that names the failing rule.
+struct Status {
+  const char* error = nullptr;
+  bool ok() const { return error == nullptr; }
+};
+
+}  // namespace jax_flash2
