@@ -39,7 +39,7 @@ struct Tensor {
 };
 
 struct Extras {
-#define JAX_FLASH2_EXTRA(name, dtype, axes) Tensor name;
+#define JAX_FLASH2_EXTRA(name, dtype, axes, slot) Tensor name;
   JAX_FLASH2_EXTRAS(JAX_FLASH2_EXTRA)
 #undef JAX_FLASH2_EXTRA
 };

@@ -38,15 +38,15 @@ struct Spec {
 #undef JAX_FLASH2_FIELD
 };
 
-// Optional operands: X(name, dtype, axes), axes being the letters that follow the batch axes ("" for one value a batch row).
-// Every axis may have size 1 and is then shared. In the backward each has a gradient slot: an array where the operand has
-// a gradient (see the Python side for its shape), of size zero otherwise.
-//   scale        float32, in place of Spec::scale. Slot: float32 [*B, N, T], each query row's share of d/dscale
+// Optional operands: X(name, dtype, axes, slot). `axes` are the letters that follow the batch axes ("" for one value a
+// batch row); every axis may have size 1 and is then shared. In the backward each has a gradient slot: a float32 array
+// [*B, slot axes], or one of size zero where the operand has no gradient (slot "-") or is absent.
+//   scale        in place of Spec::scale. Slot: each query row's share of d loss / d scale
 //   query_lens   queries at or past it are padding: they read nothing
 //   key_lens     keys at or past it are padding: nobody reads them
-#define JAX_FLASH2_EXTRAS(X)    \
-  X(scale, kF32, "")            \
-  X(query_lens, kS32, "")       \
-  X(key_lens, kS32, "")
+#define JAX_FLASH2_EXTRAS(X)       \
+  X(scale, kF32, "", "NT")         \
+  X(query_lens, kS32, "", "-")     \
+  X(key_lens, kS32, "", "-")
 
 }  // namespace jax_flash2

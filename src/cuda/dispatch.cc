@@ -1,0 +1,49 @@
+#include "cuda/dispatch.h"
+
+#include <cstring>
+
+namespace jax_flash2::cuda {
+
+#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim) Status arch##_##pass##_##dtype##_##dim(const Problem&, cudaStream_t);
+#include "instances.inc"
+#undef JAX_FLASH2_INSTANCE
+
+namespace {
+
+constexpr Instance kInstances[] = {
+#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim) {#arch, #pass, #dtype, dim, arch##_##pass##_##dtype##_##dim},
+#include "instances.inc"
+#undef JAX_FLASH2_INSTANCE
+};
+
+Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
+  const char* dtype = p.dtype == DType::kBF16 ? "bf16" : p.dtype == DType::kF16 ? "f16" : nullptr;
+  if (!dtype) return {"CUDA kernels take bfloat16 and float16"};
+  if (p.D != p.Dv || p.D % 8 != 0) return {"CUDA kernels take one head dim, a multiple of 8, for q, k and v"};
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    return {"the CUDA device could not be queried"};
+  }
+  const char* arch = arch_for(major, minor);
+  if (!arch) return {"CUDA kernels need compute capability 8.0 or newer"};
+  for (const Instance& i : kInstances) {
+    if (i.head_dim >= p.D && !std::strcmp(i.arch, arch) && !std::strcmp(i.pass, pass) && !std::strcmp(i.dtype, dtype)) {
+      return i.run(p, stream);
+    }
+  }
+  return {"no CUDA kernel of this build serves this head dim; see jax_flash2.capabilities()"};
+}
+
+}  // namespace
+
+std::span<const Instance> instances() { return kInstances; }
+
+const char* arch_for(int major, int /*minor*/) { return major >= 8 ? "sm80" : nullptr; }
+
+Status forward(const Problem& p, cudaStream_t stream) { return dispatch("forward", p, stream); }
+
+Status backward(const Problem& p, cudaStream_t stream) { return dispatch("backward", p, stream); }
+
+}  // namespace jax_flash2::cuda
