@@ -1,0 +1,61 @@
+// Runs a counted loop on an Executor. Knows nothing of attention.
+//
+// A task that an Executor starts late, even after the loop returned, finds no index left and touches nothing but the
+// counter it shares; the caller waits only for indices that someone has already taken.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "cpu/kernels.h"
+
+namespace jax_flash2::cpu {
+
+// How many workers a loop of `count` bodies can use, the caller among them.
+inline int workers(const Executor& executor, int64_t count) {
+  const int64_t all = int64_t{1} + max_(executor.threads(), 0);
+  return static_cast<int>(count < all ? (count > 0 ? count : 1) : all);
+}
+
+// Calls body(index, worker) once for every index in [0, count), in any order; worker < `n_workers` names the scratch that
+// the call may use alone. Returns when all calls have.
+template <class Body>
+void parallel_for(Executor& executor, int n_workers, int64_t count, const Body& body) {
+  struct Loop {
+    std::atomic<int64_t> next{0};
+    std::atomic<int> worker{1};  // the caller is worker 0
+    int64_t count, done = 0;
+    const Body* body;  // lives as long as an index is taken and not done
+    std::mutex mutex;
+    std::condition_variable all_done;
+
+    void work(int id) {
+      int64_t mine = 0;
+      for (int64_t i; (i = next.fetch_add(1)) < count; mine++) {
+        if (id < 0) id = worker.fetch_add(1);
+        (*body)(i, id);
+      }
+      if (mine == 0) return;
+      std::lock_guard lock(mutex);
+      done += mine;
+      if (done == count) all_done.notify_all();
+    }
+  };
+  if (n_workers <= 1) {
+    for (int64_t i = 0; i < count; i++) body(i, 0);
+    return;
+  }
+  auto loop = std::make_shared<Loop>();
+  loop->count = count, loop->body = &body;
+  try {
+    for (int w = 1; w < n_workers; w++) executor.schedule([loop] { loop->work(-1); });
+  } catch (...) {  // fewer helpers: the caller does what they do not
+  }
+  loop->work(0);
+  std::unique_lock lock(loop->mutex);
+  loop->all_done.wait(lock, [&] { return loop->done == count; });
+}
+
+}  // namespace jax_flash2::cpu
