@@ -1,0 +1,47 @@
+# The library of CUDA kernels: one generated unit a row of src/cuda/instances.cmake.
+
+get_filename_component(nvcc_real ${JAX_FLASH2_NVCC} REALPATH)
+get_filename_component(cuda_root ${nvcc_real}/../.. ABSOLUTE)
+if(EXISTS ${cuda_root}/lib/libcudart_static.a)
+  string(APPEND CMAKE_CUDA_FLAGS " -L${cuda_root}/lib")  # the wheels have lib, where nvcc looks into lib64
+endif()
+set(CMAKE_CUDA_COMPILER ${JAX_FLASH2_NVCC})
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # ours are below: one PTX for several machine codes, which CMake cannot say
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+
+include(src/cuda/instances.cmake)
+set(generated ${CMAKE_CURRENT_BINARY_DIR}/generated)
+set(units "")
+set(table "")
+foreach(row IN LISTS JAX_FLASH2_CUDA_INSTANCES)
+  string(REPLACE "|" ";" fields ${row})
+  list(GET fields 0 ARCH)
+  list(GET fields 1 PASS)
+  list(GET fields 2 DTYPE)
+  list(GET fields 3 HEAD_DIM)
+  set(unit ${generated}/${ARCH}_${PASS}_${DTYPE}_${HEAD_DIM}.cu)
+  configure_file(src/cuda/instance.cu.in ${unit} @ONLY)
+  list(APPEND units ${unit})
+  string(APPEND table "JAX_FLASH2_INSTANCE(${ARCH}, ${PASS}, ${DTYPE}, ${HEAD_DIM})\n")
+endforeach()
+file(CONFIGURE OUTPUT ${generated}/instances.inc CONTENT "${table}" @ONLY)
+
+set(gencode -gencode=arch=compute_80,code=compute_80)
+foreach(arch IN LISTS JAX_FLASH2_CUDA_ARCHITECTURES)
+  list(APPEND gencode -gencode=arch=compute_80,code=sm_${arch})
+endforeach()
+
+file(GLOB host_sources CONFIGURE_DEPENDS src/cuda/*.cc src/cuda/*.cu)
+add_library(jax_flash2_cuda_kernels STATIC ${units} ${host_sources})
+target_include_directories(jax_flash2_cuda_kernels PRIVATE ${generated})
+target_include_directories(jax_flash2_cuda_kernels SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(jax_flash2_cuda_kernels PRIVATE jax_flash2_options)
+target_compile_options(
+  jax_flash2_cuda_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${gencode} --expt-relaxed-constexpr -Xptxas=-v>)
+set_target_properties(
+  jax_flash2_cuda_kernels
+  PROPERTIES CUDA_COMPILER_LAUNCHER
+             "${Python_EXECUTABLE};${CMAKE_CURRENT_SOURCE_DIR}/cmake/nvcc_checked.py;$<$<BOOL:${JAX_FLASH2_STRICT}>:--strict>;${CMAKE_CURRENT_SOURCE_DIR}/cmake/spill_allowances.txt")
