@@ -21,8 +21,23 @@ class AttentionSpec:
 
 
 class Extras(NamedTuple):
-    """Optional operands, one value a batch row: arrays [*#B] (each batch axis full or 1), or None where absent."""
+    """Optional operands: an array [*#B, axes] each (every axis full or 1), or None where absent."""
 
-    scale: Any = None  # float32, takes the place of AttentionSpec.scale; has a gradient
-    query_lens: Any = None  # int32
-    key_lens: Any = None  # int32
+    scale: Any = None  # takes the place of AttentionSpec.scale; the only one with a gradient
+    query_lens: Any = None
+    key_lens: Any = None
+
+
+class Operand(NamedTuple):
+    """What an optional operand looks like. Letters follow the batch axes: see src/core/problem.h for each."""
+
+    dtype: str
+    axes: str
+    slot: str  # the letters of its gradient's slot in the backward, float32; "-" where it has no gradient
+
+
+EXTRAS = Extras(
+    scale=Operand("float32", "", "NT"),
+    query_lens=Operand("int32", "", "-"),
+    key_lens=Operand("int32", "", "-"),
+)

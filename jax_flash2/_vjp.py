@@ -1,0 +1,84 @@
+"""Attention with its gradient rule, on canonical inputs. Knows no keyword of the public API and no handler.
+
+The forward rule binds the primitive itself, never the decorated function, so that what JAX sees under a gradient is one
+forward and one backward primitive, and rules on those two would serve higher derivatives.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_flash2 import _compat, _ffi
+from jax_flash2._checkpoint import CHECKPOINT_NAME
+from jax_flash2._spec import EXTRAS, AttentionSpec, Extras
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    extras: Extras,
+    spec: AttentionSpec,
+    *,
+    return_residual: bool,
+    implementation: str | None,
+) -> Any:
+    """out [*B, T, N, Dv], or (out, lse [*B, N, T]); differentiable in query, key, value and extras.scale, and through lse.
+
+    Shapes: query [*B, T, N, D], key [*B, S, K, D], value [*B, S, K, Dv], extras as their class says. Every batch axis may
+    be 1 and is then shared. One dtype.
+    """
+    arrays, tree = jax.tree.flatten((query, key, value, extras))
+    # Outside the rule, where JAX sees the casts and gives the gradient of what the shards share its sum.
+    query, key, value, extras = jax.tree.unflatten(tree, _compat.match_varying(arrays))
+    return _attention(spec, return_residual, implementation, query, key, value, extras)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(
+    spec: AttentionSpec, return_residual: bool, implementation: str | None, q: Any, k: Any, v: Any, extras: Extras
+) -> Any:
+    return _forward(spec, return_residual, implementation, q, k, v, extras)[0]
+
+
+def _forward(
+    spec: AttentionSpec, return_residual: bool, implementation: str | None, q: Any, k: Any, v: Any, extras: Extras
+) -> tuple[Any, Any]:
+    out, lse = _ffi.forward(q, k, v, extras, spec, implementation)
+    out, lse = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(lse, CHECKPOINT_NAME)
+    return (out, lse) if return_residual else out, (q, k, v, out, lse, extras)
+
+
+def _backward(
+    spec: AttentionSpec, return_residual: bool, implementation: str | None, residuals: Any, cotangent: Any
+) -> tuple[Any, Any, Any, Extras]:
+    q, k, v, out, lse, extras = residuals
+    dout, dlse = cotangent if return_residual else (cotangent, None)
+    dq, dk, dv, slots = _ffi.backward(q, k, v, out, lse, dout, dlse, extras, spec, implementation)
+    dextras = (
+        None if slot is None else _sum_to(_drop_axes(slot, kind.slot, kind.axes), x)
+        for slot, kind, x in zip(slots, EXTRAS, extras, strict=True)
+    )
+    return _sum_to(dq, q), _sum_to(dk, k), _sum_to(dv, v), Extras(*dextras)
+
+
+def _drop_axes(slot: Any, letters: str, kept: str) -> Any:
+    """Sums a slot over the axes that its operand does not have."""
+    first = slot.ndim - len(letters)
+    return jnp.sum(slot, axis=tuple(first + i for i, letter in enumerate(letters) if letter not in kept))
+
+
+def _sum_to(gradient: Any, operand: Any) -> Any:
+    """Sums over the axes along which the operand is shared, in no less than float32."""
+    pairs = enumerate(zip(gradient.shape, operand.shape, strict=True))
+    shared = tuple(i for i, (full, own) in pairs if own == 1 and full != 1)
+    if shared:
+        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        gradient = jnp.sum(gradient.astype(wide), axis=shared, keepdims=True)
+    return gradient.astype(operand.dtype)
+
+
+_attention.defvjp(_forward, _backward)
