@@ -27,20 +27,19 @@ def _to_varying(x: Any, axes: tuple[Any, ...]) -> Any:
         return x
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
-    return jax.lax.pvary(x, axes)  # before jax 0.9
+    return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009 (jax 0.7, and only there)
 
 
 def aval_like(aval: Any, shape: Sequence[Any], dtype: Any, spec: Sequence[Any] | None = None) -> Any:
     """A type like `aval`'s: it varies along the same manual axes and lives on the same mesh, sharded as `spec` says."""
-    spec = PartitionSpec(*([None] * len(shape) if spec is None else spec))
-    sharding = aval.sharding.update(spec=spec)
+    sharding = aval.sharding.update(spec=PartitionSpec(*(spec or [None] * len(shape))))  # type: ignore[no-untyped-call]
     return aval.update(shape=tuple(shape), dtype=jax.numpy.dtype(dtype), weak_type=False, sharding=sharding)
 
 
 def sharding_spec(aval: Any) -> tuple[Any, ...]:
-    """The mesh axes (of Explicit type: no other shows in types) that each axis of `aval` is split over, None for none."""
-    spec = tuple(aval.sharding.spec)
-    return spec + (None,) * (aval.ndim - len(spec))
+    """The mesh axes that each axis of `aval` is split over, None for none. Only Explicit ones show in types."""
+    spec: tuple[Any, ...] = tuple(aval.sharding.spec)
+    return (*spec, *[None] * (aval.ndim - len(spec)))
 
 
 @functools.cache

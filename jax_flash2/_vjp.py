@@ -26,9 +26,9 @@ def flash_attention(
     return_residual: bool,
     implementation: str | None,
 ) -> Any:
-    """out [*B, T, N, Dv], or (out, lse [*B, N, T]); differentiable in query, key, value and extras.scale, and through lse.
+    """out [*B, T, N, Dv], or (out, lse [*B, N, T]). Differentiable in query, key, value and extras.scale, through both.
 
-    Shapes: query [*B, T, N, D], key [*B, S, K, D], value [*B, S, K, Dv], extras as their class says. Every batch axis may
+    Shapes: query [*B, T, N, D], key [*B, S, K, D], value [*B, S, K, Dv], extras as their class says. Any batch axis may
     be 1 and is then shared. One dtype.
     """
     arrays, tree = jax.tree.flatten((query, key, value, extras))
@@ -48,7 +48,7 @@ def _forward(
     spec: AttentionSpec, return_residual: bool, implementation: str | None, q: Any, k: Any, v: Any, extras: Extras
 ) -> tuple[Any, Any]:
     out, lse = _ffi.forward(q, k, v, extras, spec, implementation)
-    out, lse = checkpoint_name(out, CHECKPOINT_NAME), checkpoint_name(lse, CHECKPOINT_NAME)
+    out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in (out, lse))  # type: ignore[no-untyped-call]
     return (out, lse) if return_residual else out, (q, k, v, out, lse, extras)
 
 

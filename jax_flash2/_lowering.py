@@ -1,0 +1,113 @@
+"""What the two primitives compile to: one custom call each, to the same target on every platform.
+
+Knows the handlers' calling convention, and what the CUDA kernels take. Looks at no device but to say why a call cannot
+run: a program may be compiled here and run elsewhere.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import ffi
+from jax import numpy as jnp
+from jax.interpreters import mlir
+
+from jax_flash2 import _native
+from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
+from jax_flash2._spec import AttentionSpec
+
+TARGETS = {"flash_forward": "jax_flash2_forward_v1", "flash_backward": "jax_flash2_backward_v1"}
+
+
+def lower(
+    ctx: Any,
+    *values: Any,
+    primitive: Any,
+    platform: str,
+    operands: tuple[str, ...],
+    spec: AttentionSpec,
+    implementation: str | None,
+) -> Any:
+    """The lowering rule of both primitives for "cpu" and "cuda"."""
+    if implementation not in (None, platform):
+        raise NotImplementedError(
+            f"implementation={implementation!r} was asked for, but this program is compiled for {platform!r}: "
+            f"place its inputs on a {implementation} device, or leave implementation=None"
+        )
+    dims = Dims(operands, ctx.avals_in)
+    if platform == "cuda":
+        _check_cuda(primitive, dims)
+        width = -(-max(dims.sizes["D"], dims.sizes["V"]) // 8) * 8
+        if (dims.sizes["D"], dims.sizes["V"]) != (width, width):
+            padded = functools.partial(_padded, primitive, width, operands)
+            return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
+    given = dict(zip(operands, values, strict=True))
+    avals_in = [dims.avals.get(name, dims.absent(name)) for name in OPERANDS[primitive.name]]
+    arrays_in = [
+        given[name] if name in given else mlir.ir_constant(np.zeros(aval.shape, aval.dtype))
+        for name, aval in zip(OPERANDS[primitive.name], avals_in, strict=True)
+    ]
+    returned = results_of(primitive, operands)
+    written = {*returned, *(_workspaces(dims, spec) if platform == "cuda" else ())}
+    avals_out = [dims.aval(x) if x in written else dims.absent(x) for x in RESULTS[primitive.name]]
+    call = ffi.ffi_lowering(TARGETS[primitive.name])
+    outs = call(ctx.replace(avals_in=avals_in, avals_out=avals_out), *arrays_in, **dataclasses.asdict(spec))
+    return [out for name, out in zip(RESULTS[primitive.name], outs, strict=True) if name in returned]
+
+
+def _workspaces(dims: Dims, spec: AttentionSpec) -> list[str]:
+    """What the CUDA backward scribbles on: a pure function of shapes and spec."""
+    grouped = ["dk_acc", "dv_acc"] if dims.sizes["N"] != dims.sizes["K"] else []
+    return ["delta", "dq_acc", *grouped, *(["order"] if spec.deterministic else [])]
+
+
+def _padded(primitive: Any, width: int, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
+    """Zeros up to the one head dim that the CUDA kernels take. Costs a copy of each array, and of each result."""
+    dims = Dims(operands, xs)
+    wide = [
+        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) if _is_wide(name) else x
+        for name, x in zip(operands, xs, strict=True)
+    ]
+    outs = primitive.bind(*wide, operands=operands, **params)
+    return [
+        x[..., : dims.sizes[ARRAYS[name].axes[-1]]] if _is_wide(name) else x
+        for name, x in zip(results_of(primitive, operands), outs, strict=True)
+    ]
+
+
+def _is_wide(name: str) -> bool:
+    return ARRAYS[name].axes[-1:] in ("D", "V")
+
+
+def _check_cuda(primitive: Any, dims: Dims) -> None:
+    served = {"bfloat16": "bf16", "float16": "f16"}
+    dtype = str(dims.avals["q"].dtype)
+    if dtype not in served:
+        raise NotImplementedError(
+            f"attention on CUDA serves {' and '.join(served)}, got {dtype}: cast query, key and value, or run it on CPU"
+        )
+    if _native.cuda is None:
+        if _has_cuda_device():
+            raise RuntimeError(
+                f"attention was asked to run on a GPU, but this install of jax_flash2 {_native.cuda_missing}. Install "
+                "it from source where nvcc is on PATH, or with JAX_FLASH2_FETCH_NVCC=1 set, which lets the build fetch "
+                "nvcc; implementation='reference' runs anywhere, in O(T S) memory"
+            )
+        return  # compiling for another machine
+    direction = primitive.name.removeprefix("flash_")
+    head_dims = [row[3] for row in _native.cuda.instances() if row[1] == direction and row[2] == served[dtype]]
+    width = max(dims.sizes["D"], dims.sizes["V"])
+    if width > max(head_dims, default=0):
+        raise NotImplementedError(
+            f"this install of jax_flash2 serves head dims up to {max(head_dims, default=0)} for {dtype} on CUDA, got "
+            f"{width}: run it on CPU, or rebuild with more head dims"
+        )
+
+
+def _has_cuda_device() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:  # no such backend in this process
+        return False
