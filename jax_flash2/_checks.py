@@ -1,0 +1,301 @@
+"""What attention() accepts: every argument is checked here, at trace time, and given its canonical shape and type.
+
+Knows shapes, dtypes and ranges, and says in each error the argument, its value, the rule and the remedy. Must not know
+what an option means (that is _api for the kernels and reference for the oracle) nor which kernel serves it.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+ALIGNMENTS = ("top_left", "bottom_right")
+IMPLEMENTATIONS = (None, "cuda", "cpu", "reference")
+
+
+class Call(NamedTuple):
+    """The arguments of one call. `*#B`: the batch axes of query, each of its size or 1; `#` likewise for other axes."""
+
+    query: jax.Array  # [*B, T, N, D]
+    key: jax.Array  # [*B, S, K, D]
+    value: jax.Array  # [*B, S, K, Dv]
+    bias: jax.Array | None  # [*#B, #N, #T, #S] floating
+    mask: jax.Array | None  # [*#B, #N, #T, #S] bool
+    scale: float | jax.Array  # a static number, or floating [*#B]
+    is_causal: bool
+    bottom_right: bool  # false also where the alignment cannot matter
+    window: tuple[int | None, int | None]  # (left, right)
+    soft_cap: float | None
+    alibi_slopes: jax.Array | None  # [*#B, #N] floating
+    sinks: jax.Array | None  # [*#B, #N] floating
+    query_lengths: jax.Array | None  # [*#B] int32 in [0, T]
+    key_lengths: jax.Array | None  # [*#B] int32 in [0, S]
+    query_ids: jax.Array | None  # [*#B, T] int32, -1: padding
+    key_ids: jax.Array | None  # [*#B, S] int32, -1: padding
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+
+
+def check(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    *,
+    scale: ArrayLike | None,
+    is_causal: bool,
+    causal_alignment: str | None,
+    local_window_size: int | tuple[int | None, int | None] | None,
+    logits_soft_cap: float | None,
+    alibi_slopes: ArrayLike | None,
+    sinks: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    query_segment_ids: ArrayLike | None,
+    key_value_segment_ids: ArrayLike | None,
+    dropout_rate: float,
+    dropout_rng: jax.Array | None,
+) -> Call:
+    """Raises ValueError or TypeError for wrong input; otherwise returns it in canonical form."""
+    q, k, v = array("query", query), array("key", key), array("value", value)
+    _check_qkv(q, k, v)
+    batch, (T, N, D), S = q.shape[:-3], q.shape[-3:], k.shape[-3]
+    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        missing = "key_value_segment_ids" if key_value_segment_ids is None else "query_segment_ids"
+        raise ValueError(f"{missing} is None, but ids need both sides. In self-attention pass the same array twice.")
+
+    window = _window(local_window_size)
+    is_causal = flag("is_causal", is_causal)
+    positions_matter = is_causal or window != (None, None) or alibi_slopes is not None
+    no_lengths = query_seq_lengths is None and key_value_seq_lengths is None
+    aligned = no_lengths and isinstance(T, int) and isinstance(S, int) and T == S
+    bottom_right = _bottom_right(causal_alignment, positions_matter and not aligned, T, S)
+
+    rate = _static_float("dropout_rate", dropout_rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate is {rate}; it must be in [0, 1): the share of probabilities set to zero.")
+    if rate > 0 and dropout_rng is None:
+        raise ValueError(f"dropout_rate is {rate} but dropout_rng is None. Pass a jax.random key, or dropout_rate=0.")
+
+    score_axes = (("N", N), ("T", T), ("S", S))
+    return Call(
+        query=q,
+        key=k,
+        value=v,
+        bias=_operand("bias", bias, batch, score_axes, jnp.floating),
+        mask=_operand("mask", mask, batch, score_axes, jnp.bool_),
+        scale=1 / math.sqrt(D) if scale is None else _scale(scale, batch),
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        window=window,
+        soft_cap=_soft_cap(logits_soft_cap),
+        alibi_slopes=_operand("alibi_slopes", alibi_slopes, batch, (("N", N),), jnp.floating),
+        sinks=_operand("sinks", sinks, batch, (("N", N),), jnp.floating),
+        query_lengths=_integers("query_seq_lengths", query_seq_lengths, batch, (), 0, T),
+        key_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, batch, (), 0, S),
+        query_ids=_integers("query_segment_ids", query_segment_ids, batch, (("T", T),), -1, 2**31 - 1),
+        key_ids=_integers("key_value_segment_ids", key_value_segment_ids, batch, (("S", S),), -1, 2**31 - 1),
+        dropout_rate=rate,
+        dropout_rng=None if dropout_rng is None else _rng(dropout_rng),
+    )
+
+
+def flag(name: str, x: Any) -> bool:
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} is {x!r}; it must be a Python bool, because it selects the program that is compiled.")
+    return bool(x)
+
+
+def check_implementation(name: Any, allowed: Sequence[str | None] = IMPLEMENTATIONS) -> None:
+    if name not in allowed:
+        raise ValueError(
+            f"implementation is {name!r}, which names no backend; it must be one of "
+            f"{', '.join(map(repr, allowed))}. None takes the best one for the device the call runs on."
+        )
+
+
+def array(name: str, x: Any) -> jax.Array:
+    numbers = (jax.Array, np.ndarray, np.generic, bool, int, float)
+    if not isinstance(x, numbers) and not hasattr(x, "__jax_array__"):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be an array. Convert it with jax.numpy.asarray.")
+    return jnp.asarray(x)
+
+
+def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
+    for name, x, axes in (("query", q, "T, N, D"), ("key", k, "S, K, D"), ("value", v, "S, K, Dv")):
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} has shape {x.shape}; it must be [..., {axes}], three axes or more. "
+                f"Add the missing ones, e.g. {name}[:, None, :] for a single head."
+            )
+        if x.dtype.name not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(DTYPES)}. Cast it with .astype.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"query, key and value must have one dtype, but query is {q.dtype}, key is {k.dtype} and value is "
+            f"{v.dtype}. Cast them alike with .astype."
+        )
+    if not q.ndim == k.ndim == v.ndim or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"query, key and value must have the same batch axes (all but the last three), but got {shapes}. "
+            "Use jax.numpy.broadcast_to, or jax.vmap with in_axes=None for what is shared."
+        )
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(
+            f"key and value must have the same length S and heads K, but got {shapes}: "
+            f"(S, K) = {k.shape[-3:-1]} and {v.shape[-3:-1]}."
+        )
+    (T, N, D), (S, K), Dv = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
+    if k.shape[-1] != D:
+        raise ValueError(f"query and key must have the same head dim D, but it is {D} and {k.shape[-1]}: {shapes}.")
+    for what, size in (("query heads N", N), ("key/value heads K", K), ("head dim D", D), ("value head dim Dv", Dv)):
+        if size == 0:
+            raise ValueError(f"{what} is 0, but there must be at least one: {shapes}. The layout is [..., T, N, D].")
+    if N % K != 0:
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads, but query has N = {N} and key has K = {K}: "
+            f"{shapes}. The layout is [..., T, N, D]; query head n reads key head n // (N / K)."
+        )
+    for what, size in (("head dim D", D), ("value head dim Dv", Dv)):
+        if size > MAX_HEAD_DIM:
+            raise ValueError(
+                f"{what} is {size}; at most {MAX_HEAD_DIM} is supported: {shapes}. "
+                "The layout is [..., T, N, D]: are the axes in this order?"
+            )
+    for what, length in (("query length T", T), ("key length S", S)):
+        if isinstance(length, int) and length >= MAX_LENGTH:
+            raise ValueError(f"{what} is {length}; it must be below {MAX_LENGTH}. Split the sequence.")
+
+
+def _shaped(name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, int]], may_share: bool = True) -> Any:
+    """x as [*#B, *axes]. Without batch axes at all it is shared by all of them, unless that could be misread."""
+    sizes = tuple(size for _, size in axes)
+    if len(axes) < 2 and x.ndim == len(axes):
+        x = x.reshape((1,) * len(batch) + x.shape)
+    full = (*batch, *sizes)
+    shareable = [True] * len(batch) + [may_share] * len(axes)
+    fits = x.ndim == len(full) and all(
+        a == b or (a == 1 and share) for a, b, share in zip(x.shape, full, shareable, strict=True)
+    )
+    if not fits:
+        letters = ", ".join(["...", *(letter for letter, _ in axes)])
+        ones = "each of which may be 1" if may_share else "where each of ... may be 1"
+        raise ValueError(
+            f"{name} has shape {x.shape}; it must be [{letters}] = {full}, {ones}; ... are the {len(batch)} batch axes "
+            "of query. Insert axes of size 1 to share it."
+        )
+    return x
+
+
+def _operand(name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, int]], kind: Any) -> jax.Array | None:
+    if x is None:
+        return None
+    x = array(name, x)
+    if not jnp.issubdtype(x.dtype, kind):
+        if kind is jnp.bool_:
+            rule = "bool, True where a key takes part. Use .astype(bool), or pass an additive mask as bias"
+        else:
+            rule = "floating. Cast it with .astype"
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be {rule}.")
+    return _shaped(name, x, batch, axes)  # type: ignore[no-any-return]
+
+
+def _integers(
+    name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, int]], low: int, high: int
+) -> jax.Array | None:
+    """Integers of any width as int32 in [low, high]."""
+    if x is None:
+        return None
+    # NumPy arrays stay NumPy's until they are clamped: JAX would cut int64 to int32 without asking.
+    x = np.asarray(x) if isinstance(x, (int, np.ndarray, np.generic)) else array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype. Cast it, e.g. .astype('int32').")
+    x = _shaped(name, x, batch, axes, may_share=False)
+    if x.dtype.itemsize < 4:
+        x = x.astype(np.int32)
+    # Clamped in its own dtype, because the cast to int32 wraps.
+    low = max(low, int(np.iinfo(x.dtype).min))
+    if isinstance(x, np.ndarray) and isinstance(high, int):
+        return jnp.asarray(np.clip(x, low, high).astype(np.int32))
+    x = jnp.asarray(x)
+    bounds = (jnp.asarray(bound, dtype=x.dtype) for bound in (low, high))
+    return jnp.clip(x, *bounds).astype(jnp.int32)
+
+
+def _static_float(name: str, x: Any) -> float:
+    if isinstance(x, jax.Array):
+        raise TypeError(f"{name} is a JAX array; it must be a Python float, because it is compiled into the program.")
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} is {x!r}; it must be a Python float.")
+    return float(x)
+
+
+def _scale(x: Any, batch: Sequence[int]) -> float | jax.Array:
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    if isinstance(x, (jax.Array, np.ndarray)) or hasattr(x, "__jax_array__"):
+        return _operand("scale", x, batch, (), jnp.floating)  # type: ignore[return-value]
+    value = _static_float("scale", x)
+    if not math.isfinite(value):
+        raise ValueError(f"scale is {value}; it must be finite. None means 1 / sqrt(D).")
+    return value
+
+
+def _soft_cap(x: Any) -> float | None:
+    if x is None:
+        return None
+    cap = _static_float("logits_soft_cap", x)
+    if not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"logits_soft_cap is {cap}; it must be finite and positive, or None for no cap.")
+    return cap
+
+
+def _window(x: Any) -> tuple[int | None, int | None]:
+    if x is None:
+        return None, None
+    left, right = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, x)
+    for side in (left, right):
+        if side is None and isinstance(x, (tuple, list)):
+            continue
+        if isinstance(side, (bool, np.bool_)) or not isinstance(side, (int, np.integer)):
+            raise TypeError(
+                f"local_window_size is {x!r}; it must be an int (both sides) or a pair (left, right) of ints, "
+                "with None for an open side."
+            )
+        if side < 0:
+            raise ValueError(
+                f"local_window_size is {x!r}; a side must be 0 or more (the query's own position is always inside). "
+                "Use None for an open side."
+            )
+    return tuple(None if side is None else operator.index(side) for side in (left, right))  # type: ignore[return-value]
+
+
+def _bottom_right(alignment: Any, matters: bool, T: int, S: int) -> bool:
+    if alignment is not None and alignment not in ALIGNMENTS:
+        raise ValueError(f"causal_alignment is {alignment!r}; it must be 'top_left' or 'bottom_right'.")
+    if alignment is None and matters:
+        raise ValueError(
+            f"causal_alignment is None, but with T = {T}, S = {S}, or with sequence lengths, a causal mask, window or "
+            "ALiBi can start at either corner. Choose 'top_left', query i stands at key i (as jax.nn has it), or "
+            "'bottom_right', the last query stands at the last key (as FlashAttention 2.1 and KV caches have it)."
+        )
+    return matters and bool(alignment == "bottom_right")
+
+
+def _rng(x: Any) -> jax.Array:
+    typed = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    raw = not typed and hasattr(x, "dtype") and x.dtype == np.uint32 and x.ndim == 1
+    if not raw and not (typed and x.ndim == 0):
+        got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+        raise TypeError(f"dropout_rng is {got}; it must be one key, as jax.random.key(seed) makes it.")
+    return x if typed else jnp.asarray(x)
