@@ -21,7 +21,7 @@ function(jax_flash2_find_nvcc)
   elseif(DEFINED ENV{CUDACXX})
     set(nvcc $ENV{CUDACXX})
   else()
-    find_program(nvcc nvcc NO_CACHE HINTS ENV CUDA_PATH ENV CUDA_HOME /usr/local/cuda PATH_SUFFIXES bin)
+    find_program(nvcc nvcc NO_CACHE HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
   endif()
 
   set(why "no nvcc found")

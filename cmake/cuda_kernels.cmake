@@ -41,7 +41,9 @@ target_include_directories(jax_flash2_cuda_kernels SYSTEM PUBLIC ${CMAKE_CUDA_TO
 target_link_libraries(jax_flash2_cuda_kernels PRIVATE jax_flash2_options)
 target_compile_options(
   jax_flash2_cuda_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${gencode} --expt-relaxed-constexpr -Xptxas=-v>)
-set_target_properties(
-  jax_flash2_cuda_kernels
-  PROPERTIES CUDA_COMPILER_LAUNCHER
-             "${Python_EXECUTABLE};${CMAKE_CURRENT_SOURCE_DIR}/cmake/nvcc_checked.py;$<$<BOOL:${JAX_FLASH2_STRICT}>:--strict>;${CMAKE_CURRENT_SOURCE_DIR}/cmake/spill_allowances.txt")
+set(judge ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/nvcc_checked.py)
+if(JAX_FLASH2_STRICT)
+  list(APPEND judge --strict)
+endif()
+list(APPEND judge ${CMAKE_CURRENT_SOURCE_DIR}/cmake/spill_allowances.txt)
+set_target_properties(jax_flash2_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${judge}")
