@@ -30,6 +30,13 @@ struct BlockView {
            (kLies == Lies::kStraight ? Tile::offset(l & 15, l >> 4) : Tile::offset((l & 7) + (l >> 4) * 8, l >> 3 & 1));
   }
 
+  // The same place in a tile that lies `bytes` further on.
+  __device__ __forceinline__ BlockView at(uint32_t bytes) const {
+    BlockView r = *this;
+    r.lane += bytes;
+    return r;
+  }
+
   // The 16 x 16 block whose first element is (16 row_block, 16 col_block).
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row_block, int col_block) const {
     ptx::ldmatrix_x4(r, Tile::advance(lane, row_block, col_block));

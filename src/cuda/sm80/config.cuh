@@ -1,0 +1,50 @@
+// Tile sizes of the sm_80 kernels: data, and what follows from it. Why each: see the measurements beside them.
+#pragma once
+#include <cstdint>
+
+#include "cuda/tile/shared_tile.cuh"
+
+namespace jax_flash2::cuda::sm80 {
+
+struct ForwardTile {
+  int head_dim;
+  int rows;  // queries of a block; each warp owns rows / (16 warps) row blocks of 16, evenly spread over the tile
+  int keys;  // keys of a step
+  int warps;
+  int stages;         // buffers of K and of V
+  int blocks_per_sm;  // bounds the registers
+  bool q_in_registers;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int row_blocks() const { return rows / (16 * warps); }  // of a warp
+  constexpr int shared_bytes() const { return (rows + 2 * stages * keys) * head_dim * 2; }
+};
+
+// Shared memory that a block may have: compute capability 8.0, 9.0, 10.x; and the rest (8.6, 8.9, 12.x).
+inline constexpr int kSharedBytesLarge = 163 * 1024, kSharedBytesSmall = 99 * 1024;
+
+// 32 rows a warp up to head dim 128, so that each fragment of K and V read from shared memory is used twice: at 16 rows
+// shared memory is the bound. Above that the output would not fit in registers.
+template <int kHeadDim>
+inline constexpr ForwardTile kForwardTile;
+template <>
+inline constexpr ForwardTile kForwardTile<64>{
+    .head_dim = 64, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = true};
+template <>
+inline constexpr ForwardTile kForwardTile<96>{
+    .head_dim = 96, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+template <>
+inline constexpr ForwardTile kForwardTile<128>{
+    .head_dim = 128, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+template <>
+inline constexpr ForwardTile kForwardTile<192>{
+    .head_dim = 192, .rows = 128, .keys = 64, .warps = 8, .stages = 1, .blocks_per_sm = 1, .q_in_registers = false};
+template <>
+inline constexpr ForwardTile kForwardTile<256>{
+    .head_dim = 256, .rows = 64, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+
+// For devices on which that does not fit.
+template <int kHeadDim>
+inline constexpr ForwardTile kForwardTileSmall = kForwardTile<kHeadDim>;
+
+}  // namespace jax_flash2::cuda::sm80

@@ -1,0 +1,283 @@
+// The forward pass on mma.sync (compute capability 8.0 and newer), FlashAttention-2's way: a block owns a tile of
+// queries of one head and walks the key tiles that its mask leaves, from the last to the first; warps split the rows;
+// scores, probabilities and the unscaled output stay in registers. Asks Mask and Score, and never knows which feature
+// it serves.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/problem.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/sm80/config.cuh"
+#include "cuda/softmax.cuh"
+#include "cuda/tile/copy.cuh"
+#include "cuda/tile/fragment.cuh"
+#include "cuda/tile/shared_tile.cuh"
+
+namespace jax_flash2::cuda::sm80 {
+
+// Which block does what. Blocks start in the order of their index: the last query tiles, which see most keys under a
+// causal mask, come first, but only `section` query heads are walked together, so that their K and V stay in L2; the
+// query heads of a key head are neighbours.
+struct ForwardOrder {
+  uint32_t tiles, heads, section;  // query tiles of a head; heads and batch rows together; a multiple of the group
+
+  struct Place {
+    int tile, head;
+  };
+  JAX_FLASH2_HD Place place(uint32_t block) const {
+    const uint32_t first = block / (tiles * section) * section, rest = block - first * tiles;
+    const uint32_t together = first + section <= heads ? section : heads - first;
+    return {int(tiles - 1 - rest / together), int(first + rest % together)};
+  }
+};
+
+template <ForwardTile kTile, class Element, bool kPlain>
+__global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
+    forward_kernel(const __grid_constant__ Problem p, const ForwardOrder order) {
+  constexpr int kRowBlocks = kTile.row_blocks(), kCols8 = kTile.keys / 8, kOut8 = kTile.head_dim / 8;
+  constexpr int kDepth = kTile.head_dim / 16;
+  using QTile = tile::SharedTile<kTile.rows, kTile.head_dim>;
+  using KTile = tile::SharedTile<kTile.keys, kTile.head_dim>;
+  using CopyQ = tile::Copy<QTile, kTile.threads()>;
+  using CopyK = tile::Copy<KTile, kTile.threads()>;
+
+  const ForwardOrder::Place place = order.place(blockIdx.x);
+  const int n = place.head % p.N;
+  const Batch b = p.batch(place.head / p.N);
+  const Mask mask = p.mask(b);
+  const int row0 = place.tile * kTile.rows;
+  const Range live_q = mask.live_queries(), live_k = mask.live_keys();
+  const Tiles tiles = mask.key_tiles(row0, min_(row0 + kTile.rows, p.T), kTile.keys);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Row block i of this warp; the blocks of a warp are spread, so that a diagonal that leaves one half of the tile
+  // without keys takes work from every warp alike.
+  const auto block_row = [&](int i) { return (i * kTile.warps + warp) * 16; };
+  Element* const out_g = p.out.at<Element>(b, n);
+  float* const lse_g = p.lse.at<float>(b, n);
+
+  if (tiles.begin >= tiles.end) {
+    constexpr int kChunks = kTile.head_dim / 8;
+    for (int x = threadIdx.x; x < kTile.rows * kChunks; x += kTile.threads()) {
+      const int i = row0 + x / kChunks, column = x % kChunks * 8;
+      if (i < p.T && column < p.D) *reinterpret_cast<uint4*>(out_g + i * p.out.row + column) = uint4{};
+      if (i < p.T && column == 0) lse_g[i * p.lse.row] = -INFINITY;
+    }
+    return;
+  }
+
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t q_s = ptx::shared_address(shared), k_s = q_s + QTile::kBytes, v_s = k_s + kTile.stages * KTile::kBytes;
+  const auto stage = [&](int kv_tile) { return kTile.stages == 1 ? 0 : (kv_tile & 1) * KTile::kBytes; };
+
+  const Element* const k_g = p.k.at<const Element>(b, n / p.group());
+  const Element* const v_g = p.v.at<const Element>(b, n / p.group());
+  const CopyK copy_kv(p.D);
+  const auto load_k = [&](int kv_tile) {
+    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, kv_tile * kTile.keys, live_k);
+    ptx::cp_async_commit_group();
+  };
+  const auto load_v = [&](int kv_tile) {
+    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, kv_tile * kTile.keys, live_k);
+    ptx::cp_async_commit_group();
+  };
+
+  CopyQ(p.D).load(q_s, p.q.at<const Element>(b, n), p.q.row, row0, live_q);
+  load_k(tiles.end - 1);
+  if (kTile.stages > 1) load_v(tiles.end - 1);
+
+  const tile::BlockView<QTile, tile::Lies::kStraight> q_view(q_s, warp * 16);
+  const tile::BlockView<KTile, tile::Lies::kAcross> k_view(k_s);
+  const tile::BlockView<KTile, tile::Lies::kStraight> v_view(v_s);
+  uint32_t q_r[kTile.q_in_registers ? kRowBlocks : 1][kTile.q_in_registers ? kDepth : 1][4];
+  if constexpr (kTile.q_in_registers) {
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();  // Q, copied by all threads, is there
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; i++) {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) q_view.load(q_r[i][d], i * kTile.warps, d);
+    }
+  }
+
+  const Score<float> score = p.score<float>(b, n);
+  const Keep keep = p.keep(b, n);
+  Softmax<kRowBlocks> softmax(kPlain ? score.scale * kLog2e : kLog2e);
+  float out[kRowBlocks][kOut8][4] = {};
+
+  // One key tile. kFirst: row blocks below it see none of its keys.
+  const auto step = [&]<bool kMasked, int kFirst>(int kv_tile) {
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();  // K (and with two stages V) of this tile is there, and every warp has left the tile before
+    if constexpr (kTile.stages == 1) {
+      load_v(kv_tile);
+    } else if (kv_tile > tiles.begin) {
+      load_k(kv_tile - 1);
+      load_v(kv_tile - 1);
+    }
+
+    float s[kRowBlocks][kCols8][4] = {};
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      uint32_t q[kRowBlocks][4];
+#pragma unroll
+      for (int i = kFirst; i < kRowBlocks; i++) {
+        if constexpr (kTile.q_in_registers) {
+#pragma unroll
+          for (int x = 0; x < 4; x++) q[i][x] = q_r[i][d][x];
+        } else {
+          q_view.load(q[i], i * kTile.warps, d);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kCols8 / 2; j++) {
+        uint32_t k[4];
+        k_view.at(stage(kv_tile)).load(k, j, d);
+#pragma unroll
+        for (int i = kFirst; i < kRowBlocks; i++) {
+          ptx::mma_m16n8k16<Element>(s[i][2 * j], q[i], k[0], k[1]);
+          ptx::mma_m16n8k16<Element>(s[i][2 * j + 1], q[i], k[2], k[3]);
+        }
+      }
+    }
+
+    const int column0 = kv_tile * kTile.keys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
+    if constexpr (!kPlain) {
+#pragma unroll
+      for (int i = kFirst; i < kRowBlocks; i++) {
+#pragma unroll
+        for (int j = 0; j < kCols8; j++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int row = row0 + block_row(i) + lane / 4 + e / 2 * 8;
+            s[i][j][e] = score.apply<Math>(s[i][j][e], row, column0 + 8 * j + e % 2);
+          }
+        }
+      }
+    }
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int i = kFirst; i < kRowBlocks; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const Range keys = mask.keys(row0 + block_row(i) + lane / 4 + h * 8);
+          const int begin = keys.begin - column0, end = keys.end - column0;
+          if (__any_sync(~0u, end < kTile.keys)) {
+#pragma unroll
+            for (int x = 0; x < kCols8 * 2; x++)
+              if (x / 2 * 8 + x % 2 >= end) s[i][x / 2][2 * h + x % 2] = -INFINITY;
+          }
+          if (__any_sync(~0u, begin > 0)) {
+#pragma unroll
+            for (int x = 0; x < kCols8 * 2; x++)
+              if (x / 2 * 8 + x % 2 < begin) s[i][x / 2][2 * h + x % 2] = -INFINITY;
+          }
+        }
+      }
+    }
+    softmax.template meet<kFirst>(s, out);
+
+    if constexpr (kTile.stages == 1) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();  // V of this tile is there, and every warp has left its K
+      if (kv_tile > tiles.begin) load_k(kv_tile - 1);
+    }
+#pragma unroll
+    for (int c = 0; c < kCols8 / 2; c++) {
+      uint32_t probability[kRowBlocks][4];
+#pragma unroll
+      for (int i = kFirst; i < kRowBlocks; i++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int row = row0 + block_row(i) + lane / 4 + e / 2 * 8, column = column0 + 16 * c + e % 2;
+          s[i][2 * c][e] = softmax.power(s[i][2 * c][e], i, e / 2) * keep.factor(row, column);
+          s[i][2 * c + 1][e] = softmax.power(s[i][2 * c + 1][e], i, e / 2) * keep.factor(row, column + 8);
+        }
+        tile::convert_c_to_a<Element>(probability[i], s[i][2 * c], s[i][2 * c + 1]);
+      }
+#pragma unroll
+      for (int j = 0; j < kOut8 / 2; j++) {
+        uint32_t v[4];
+        v_view.at(stage(kv_tile)).load_trans(v, c, j);
+#pragma unroll
+        for (int i = kFirst; i < kRowBlocks; i++) {
+          ptx::mma_m16n8k16<Element>(out[i][2 * j], probability[i], v[0], v[1]);
+          ptx::mma_m16n8k16<Element>(out[i][2 * j + 1], probability[i], v[2], v[3]);
+        }
+      }
+    }
+  };
+
+  // Key tiles that the upper half of the rows sees; the diagonal of a causal mask leaves it the last ones not.
+  const int upper_end = kRowBlocks == 2
+                            ? max_(tiles.begin, mask.key_tiles(row0, min_(row0 + kTile.rows / 2, p.T), kTile.keys).end)
+                            : tiles.end;
+  int kv_tile = tiles.end;
+  if constexpr (kRowBlocks == 2) {
+    while (kv_tile > max_(upper_end, tiles.full_end)) step.template operator()<true, 1>(--kv_tile);
+  }
+  for (int masked_until = tiles.full_end;; masked_until = tiles.begin) {
+    while (kv_tile > masked_until) step.template operator()<true, 0>(--kv_tile);
+    if (kv_tile == tiles.begin) break;
+    while (kv_tile > tiles.full_begin) step.template operator()<false, 0>(--kv_tile);
+  }
+
+  // Out through shared memory, for 16-byte stores of whole lines. A warp's rows of Q were read by that warp alone.
+  const tile::StoreView<QTile> out_view(q_s, warp * 16);
+#pragma unroll
+  for (int i = 0; i < kRowBlocks; i++) {
+    float inverse[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = row0 + block_row(i) + lane / 4 + h * 8;
+      typename Softmax<kRowBlocks>::Row end = softmax.finish(i, h);
+      if (!live_q.has(row)) end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
+      inverse[h] = end.inverse;
+      if (lane % 4 == 0 && row < p.T) lse_g[row * p.lse.row] = end.lse;
+    }
+#pragma unroll
+    for (int j = 0; j < kOut8; j++) {
+      const auto row_of = [&](int h) {  // not 0 times a NaN that other rows may read
+        const float* x = &out[i][j][2 * h];
+        return inverse[h] == 0 ? 0 : ptx::cvt_x2<Element>(x[0] * inverse[h], x[1] * inverse[h]);
+      };
+      out_view.store(row_of(0), row_of(1), i * kTile.warps, j);
+    }
+  }
+  __syncthreads();  // rows are stored by other warps than wrote them
+  CopyQ(p.D).store(out_g, p.out.row, row0, p.T, q_s);
+}
+
+template <ForwardTile kTile, class Element>
+Status launch_forward(const Problem& p, cudaStream_t stream) {
+  if (p.B == 0 || p.T == 0) return {};
+  const int64_t tiles = (int64_t(p.T) + kTile.rows - 1) / kTile.rows, heads = int64_t(p.B) * p.N;
+  if (tiles * heads > INT32_MAX) return {"more query tiles than a CUDA grid holds"};
+  // Half of L2 for K and V, the rest for what streams by.
+  const int64_t key_head_bytes = int64_t(p.S) * (p.D + p.Dv) * int64_t(sizeof(Element)) + 1;
+  const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
+  const int64_t section = std::clamp<int64_t>(key_heads, 1, int64_t(p.B) * p.K) * p.group();
+  const ForwardOrder order{uint32_t(tiles), uint32_t(heads), uint32_t(section)};
+  return launch_kernel(p.plain() ? forward_kernel<kTile, Element, true> : forward_kernel<kTile, Element, false>,
+                       tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
+}
+
+// The entry point that generated units instantiate: heads of up to kHeadDim columns.
+template <class Element, int kHeadDim>
+Status forward(const Problem& p, cudaStream_t stream) {
+  constexpr ForwardTile kTile = kForwardTile<kHeadDim>;
+  if constexpr (kTile.shared_bytes() > kSharedBytesSmall) {
+    if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) < kTile.shared_bytes()) {
+      return launch_forward<kForwardTileSmall<kHeadDim>, Element>(p, stream);
+    }
+  }
+  return launch_forward<kTile, Element>(p, stream);
+}
+
+}  // namespace jax_flash2::cuda::sm80
