@@ -1,0 +1,114 @@
+"""What is measured: shapes as plain data, and the arithmetic they cost. Knows nothing of implementations or clocks.
+
+A case is one attention call. Suites are lists of cases: `grid` is the FlashAttention-2 paper's (16k tokens, hidden size
+2048), `shapes` what models in use call, `cpu` what a CPU can finish, `small` a smoke test.
+"""
+
+import dataclasses
+
+import numpy as np
+
+PASSES = ("fwd", "bwd", "step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: query [b, sq, h, d], key [b, sk, hk, d], value [b, sk, hk, dv]. `window` counts keys to the left."""
+
+    b: int
+    sq: int
+    h: int
+    d: int
+    causal: bool
+    sk: int = 0  # 0: as sq
+    hk: int = 0  # 0: as h
+    dv: int = 0  # 0: as d
+    window: int | None = None
+    dtype: str = ""  # "": the device's usual one
+
+    def __post_init__(self) -> None:
+        for field, like in (("sk", "sq"), ("hk", "h"), ("dv", "d")):
+            if not getattr(self, field):
+                object.__setattr__(self, field, getattr(self, like))
+        if self.window is not None and not self.causal:
+            raise ValueError(f"{self}: a window is measured with a causal mask only")
+
+    @property
+    def label(self) -> str:
+        mask = ("causal" if self.causal else "full") + (f" w{self.window}" if self.window is not None else "")
+        length = f"t{self.sq}" + (f"/{self.sk}" if self.sk != self.sq else "")
+        width = f"d{self.d}" + (f"/{self.dv}" if self.dv != self.d else "")
+        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}"
+
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        """(left, right, offset): row i keeps the keys i + offset - left .. i + offset + right."""
+        open_end = self.sq + self.sk
+        left = open_end if self.window is None else self.window
+        return left, 0 if self.causal else open_end, self.sk - self.sq if self.causal else 0
+
+    def kept(self) -> int:
+        """How many (query, key) pairs the mask keeps in one head."""
+        left, right, offset = self.bounds
+        middle = np.arange(self.sq, dtype=np.int64) + offset
+        first, last = np.maximum(middle - left, 0), np.minimum(middle + right, self.sk - 1)
+        return int(np.maximum(last - first + 1, 0).sum())
+
+    def flops(self, mode: str) -> float:
+        """Two products forward (q k, p v), five backward (both again, dp, dq, dk): only kept pairs count."""
+        pairs = 2.0 * self.b * self.h * self.kept()
+        forward, backward = pairs * (self.d + self.dv), pairs * (3 * self.d + 2 * self.dv)
+        return {"fwd": forward, "bwd": backward, "step": forward + backward}[mode]
+
+    def row(self) -> dict:
+        """The fields of a result row that name the case."""
+        return {key: getattr(self, key) for key in ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b")}
+
+
+def grid() -> list[Case]:
+    return [
+        Case(b=16384 // t, sq=t, h=2048 // d, d=d, causal=causal)
+        for d in (64, 128, 256)
+        for causal in (False, True)
+        for t in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+
+
+def shapes() -> list[Case]:
+    return [
+        Case(b=8, sq=1024, h=12, d=64, causal=True),  # GPT-2 small
+        Case(b=32, sq=577, h=16, d=64, causal=False),  # ViT-L at 336 pixels: an odd length
+        Case(b=16, sq=448, sk=1500, h=20, d=64, causal=False),  # Whisper large, cross attention
+        Case(b=4, sq=1000, h=16, d=128, causal=True),  # a length that is no multiple of a tile
+        Case(b=1, sq=4096, h=8, d=128, causal=True),  # few blocks: does the grid fill the chip?
+        Case(b=2, sq=8192, h=32, hk=8, d=128, causal=True),  # Llama 3 8B
+        Case(b=1, sq=32768, h=16, hk=2, d=128, causal=True),  # long context, wide groups
+        Case(b=1, sq=1024, sk=16384, h=32, hk=8, d=128, causal=True),  # a chunk of a long prompt, bottom-right
+        Case(b=1, sq=16384, h=32, hk=8, d=128, causal=True, window=4095),  # Mistral 7B
+        Case(b=1, sq=16384, h=16, d=128, causal=True, window=1024),
+        Case(b=2, sq=8192, h=8, hk=4, d=256, causal=True),  # Gemma 2
+        Case(b=8, sq=2048, h=32, d=96, causal=True),  # Phi-3 mini
+        Case(b=8, sq=2048, h=32, d=80, causal=True),  # Phi-2: a head dim between two tile sizes
+    ]
+
+
+def cpu() -> list[Case]:
+    return [
+        Case(b=1, sq=4096, h=8, d=64, causal=True),
+        Case(b=1, sq=2048, h=8, d=64, causal=False),
+        Case(b=8, sq=256, h=6, d=64, causal=True),  # a small model in training
+        Case(b=1, sq=2048, h=8, hk=2, d=128, causal=True),
+        Case(b=1, sq=4096, h=8, d=64, causal=True, window=256),
+        Case(b=1, sq=2048, h=8, d=64, causal=True, dtype="bfloat16"),
+    ]
+
+
+def small() -> list[Case]:
+    return [
+        Case(b=2, sq=96, h=4, hk=2, d=32, causal=True),
+        Case(b=1, sq=40, sk=72, h=2, d=16, causal=False),
+        Case(b=1, sq=130, h=2, d=24, causal=True, window=31),
+    ]
+
+
+SUITES = {"grid": grid, "shapes": shapes, "cpu": cpu, "small": small}

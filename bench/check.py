@@ -1,0 +1,123 @@
+"""Is an answer right? A float64 reference of one sampled (batch, key head), and the error that its dtype excuses.
+
+Written in plain jnp over blocks of query rows, so that it needs O(T) memory and a GPU does it in milliseconds. Shares
+no law with the package: a row's bounds are compared pair by pair.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.cases import Case
+
+ROWS = 512
+
+
+class Answer(NamedTuple):
+    """One key head's share: out and dq [G, T, .] of its query heads, dk and dv [S, .]. The last three only backward."""
+
+    out: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+def _x64() -> contextlib.AbstractContextManager:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64  # before jax 0.8
+
+    return enable_x64(True)
+
+
+def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
+    """Attention and its gradient, operands rounded to `narrow` before each product, sums in `wide`."""
+    left, right, offset = bounds
+
+    def dot(spec, a, b):
+        a, b = a.astype(narrow), b.astype(narrow)
+        return jnp.einsum(spec, a, b, preferred_element_type=wide, precision="highest")
+
+    heads, length, _ = q.shape
+    padded = -(-length // ROWS) * ROWS
+
+    def blocks(x):
+        x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0)))
+        return x.reshape(heads * padded // ROWS, ROWS, x.shape[-1])
+
+    rows = jnp.tile(jnp.arange(padded), heads).reshape(-1, ROWS, 1)
+    keys = jnp.arange(k.shape[0])
+
+    def step(sums, block):
+        i, q, g = block
+        middle = i + offset
+        keep = (i < length) & (keys >= middle - left) & (keys <= middle + right)
+        s = jnp.where(keep, dot("id,jd->ij", q, k) * scale, -jnp.inf)
+        top = jnp.max(s, axis=1, keepdims=True)
+        e = jnp.where(keep, jnp.exp(s - jnp.where(jnp.isinf(top), 0, top)), 0)
+        total = jnp.sum(e, axis=1, keepdims=True)
+        p = e / jnp.where(total == 0, 1, total)
+        out = dot("ij,jd->id", p, v).astype(narrow)
+        delta = jnp.sum(out.astype(wide) * g.astype(wide), axis=1, keepdims=True)
+        ds = p * (dot("id,jd->ij", g, v) - delta)
+        dq = dot("ij,jd->id", ds, k) * scale
+        dk, dv = sums
+        return (dk + dot("ij,id->jd", ds, q) * scale, dv + dot("ij,id->jd", p, g)), (out, dq)
+
+    zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
+    (dk, dv), (out, dq) = jax.lax.scan(step, zeros, (rows, blocks(q), blocks(g)))
+
+    def joined(x):
+        return x.reshape(heads, padded, -1)[:, :length]
+
+    return tuple(x.astype(narrow) for x in (joined(out), joined(dq), dk, dv))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _exact_and_excused(q, k, v, g, bounds, scale, dtype):
+    exact = _answer(q, k, v, g, bounds, scale, narrow=jnp.float64, wide=jnp.float64)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    plain = _answer(q, k, v, g, bounds, scale, narrow=dtype, wide=wide)
+    eps = jnp.finfo(dtype).eps
+    excused = [2 * jnp.max(jnp.abs(p - e)) + 8 * eps * jnp.max(jnp.abs(e)) for p, e in zip(plain, exact, strict=True)]
+    return exact, jnp.stack(excused)
+
+
+class Check:
+    """The reference for one sampled head of a case, and the verdict on an implementation's answer."""
+
+    def __init__(self, case: Case, inputs: dict[str, jax.Array], seed: int = 0):
+        group = case.h // case.hk
+        rng = np.random.default_rng(seed)
+        b, kv = int(rng.integers(case.b)), int(rng.integers(case.hk))
+        self._at = {True: (b, slice(None), slice(kv * group, (kv + 1) * group)), False: (b, slice(None), kv)}
+        dims = (case.d, case.d, case.dv, case.dv)
+        # On a GPU compiling costs more than computing: zero columns change nothing and let head dims share a program.
+        width = 256 if jax.default_backend() == "gpu" and max(dims) <= 256 else 0
+        arrays = []
+        for (name, x), d in zip(inputs.items(), dims, strict=True):
+            x = self._head(np.asarray(x), name in ("query", "dout")).astype(np.float64)
+            arrays.append(np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, max(width - d, 0))]))
+        with _x64():
+            bounds = tuple(jnp.asarray(x) for x in case.bounds)
+            exact, excused = _exact_and_excused(*arrays, bounds, jnp.asarray(case.d**-0.5), dtype=case.dtype)
+            out_dims = (case.dv, case.d, case.d, case.dv)
+            self.exact = Answer(*(np.asarray(x)[..., :d] for x, d in zip(exact, out_dims, strict=True)))
+            self.excused = np.asarray(excused)
+
+    def _head(self, x: np.ndarray, of_query: bool) -> np.ndarray:
+        x = x[self._at[of_query]]
+        return x.transpose(1, 0, 2) if of_query else x
+
+    def fault(self, got: dict[str, np.ndarray]) -> str | None:
+        """What is wrong with an answer {"out" | "dq" | "dk" | "dv": [b, t, heads, d]}, or None."""
+        for name, x in got.items():
+            exact, excused = getattr(self.exact, name), self.excused[Answer._fields.index(name)]
+            error = np.max(np.abs(self._head(x, name in ("out", "dq")).astype(np.float64) - exact))
+            if not error <= excused:  # so that NaN is a fault
+                return f"wrong {name}: error {error:.3g} where the dtype excuses {excused:.3g}"
+        return None

@@ -1,0 +1,81 @@
+"""Result rows as text: one line a cell, geometric means, and what was left out. Knows rows only."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from bench.cases import Case
+
+OURS = "jax_flash2"
+
+
+def with_ratios(cell: list[dict]) -> list[dict]:
+    """Adds to our row how many times faster it is than the best rival of the cell; None without a rival."""
+    rivals = [row["us"] for row in cell if row["impl"] != OURS]
+    for row in cell:
+        if row["impl"] == OURS:
+            row["ratio_to_best_rival"] = min(rivals) / row["us"] if rivals else None
+    return cell
+
+
+def line(case: Case, mode: str, cell: list[dict]) -> str:
+    unit = 1e3 if max(row["tflops"] for row in cell) < 1 else 1
+    rate = "GFLOP/s" if unit == 1e3 else "TFLOP/s"
+    parts = [
+        f"{x['impl']} {x['us']:.1f} us {x['tflops'] * unit:.0f} {rate} {x['of_matmul']:.0%} +-{x['spread'] / 2:.1%}"
+        for x in cell
+    ]
+    ratio = [row.get("ratio_to_best_rival") for row in cell if row["impl"] == OURS]
+    best = f" | {ratio[0]:.2f}x best rival" if ratio and ratio[0] else ""
+    return f"{mode:4s} {case.label}: " + " | ".join(parts) + best
+
+
+def _cells(rows: Iterable[dict]) -> dict[tuple, dict[str, float]]:
+    """{cell: {implementation: us}}"""
+    cells: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        key = tuple(row[x] for x in ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b"))
+        cells.setdefault(key, {})[row["impl"]] = row["us"]
+    return cells
+
+
+def geometric_means(rows: list[dict]) -> list[dict]:
+    """Rival's time over ours, by pass and head dim: {mode, d (None: all), rival, cells, mean, worst, at}."""
+    cells = {key: times for key, times in _cells(rows).items() if OURS in times and len(times) > 1}
+    found = []
+    for mode in dict.fromkeys(key[0] for key in cells):
+        dims = sorted({key[1] for key in cells if key[0] == mode})
+        for d in [*(dims if len(dims) > 1 else []), None]:
+            group = {key: times for key, times in cells.items() if key[0] == mode and d in (None, key[1])}
+            names = dict.fromkeys(name for times in group.values() for name in times if name != OURS)
+            for rival in [*names, *(["best"] if len(names) > 1 else [])]:
+                ratios = {}
+                for key, times in group.items():
+                    others = [us for name, us in times.items() if name != OURS and rival in (name, "best")]
+                    if others:
+                        ratios[key] = min(others) / times[OURS]
+                at = min(ratios, key=lambda key: ratios[key])
+                mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+                found.append({"mode": mode, "d": d, "rival": rival, "cells": len(ratios), "mean": mean})
+                found[-1] |= {"worst": ratios[at], "at": at}
+    return found
+
+
+def summary(rows: list[dict]) -> str:
+    means = geometric_means(rows)
+    if not means:
+        return f"no cell has both {OURS} and a rival"
+    lines = [f"rival's time / {OURS}'s (above 1: {OURS} is faster)", "pass d     rival        cells  mean  worst"]
+    for x in means:
+        mode, d, _, dtype, causal, _, sq, _, h, hk, b = x["at"]
+        where = f"{dtype} d{d} {'causal' if causal else 'full'} t{sq} h{h}/{hk} b{b}"
+        what = f"{mode:4s} {x['d'] or 'all'!s:5s} {x['rival']:12s}"
+        lines.append(f"{what} {x['cells']:5d} {x['mean']:5.2f} {x['worst']:6.2f} at {where}")
+    return "\n".join(lines)
+
+
+def left_out(items: list[dict]) -> str:
+    """One line per implementation and reason, with how many cells it cost."""
+    counts = Counter((x["impl"], x["reason"]) for x in items)
+    lines = [f"left out {name:12s} {n:3d} cells: {reason}" for (name, reason), n in counts.items()]
+    return "\n".join(lines or ["left out nothing"])

@@ -1,0 +1,234 @@
+"""The implementations, each behind the same three questions: is it here, does it serve a case, and run it.
+
+Found at run time: an absent one says why. Ours is one of them and gets no special treatment. Knows no clock.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.cases import Case
+from bench.timing import Timer
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Inputs = dict[str, jax.Array]  # query, key, value, dout
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def make_inputs(case: Case, seed: int) -> Inputs:
+    """Standard normal arrays, made on the device; drawn flat, so that cases of one size share the compiled program."""
+
+    def draw(key: jax.Array, *shape: int) -> jax.Array:
+        return _normal(key, int(np.prod(shape)), case.dtype).reshape(shape)
+
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return {
+        "query": draw(keys[0], case.b, case.sq, case.h, case.d),
+        "key": draw(keys[1], case.b, case.sk, case.hk, case.d),
+        "value": draw(keys[2], case.b, case.sk, case.hk, case.dv),
+        "dout": draw(keys[3], case.b, case.sq, case.h, case.dv),
+    }
+
+
+def _normal(key: jax.Array, count: int, dtype: str) -> jax.Array:
+    return _normal_f32(key, count).astype(dtype)
+
+
+_normal_f32 = jax.jit(lambda key, count: jax.random.normal(key, (count,), jnp.float32), static_argnums=1)
+
+
+class Implementation:
+    """One way to compute attention. `missing` and `refuses` answer with a reason, or None."""
+
+    name = ""
+    about = ""
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine at all."""
+        raise NotImplementedError
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it does not serve the case. What only trying can tell is left to the try."""
+        return None
+
+    def load(self, case: Case, inputs: Inputs) -> "Loaded":
+        raise NotImplementedError
+
+
+class Loaded:
+    """An implementation bound to a case's inputs."""
+
+    def timer(self, mode: str) -> Timer:
+        """What to time: forward alone, the gradient alone with residuals kept, or both in one program."""
+        raise NotImplementedError
+
+    def answer(self, mode: str) -> dict[str, np.ndarray]:
+        """{"out": ...} forward, {"dq", "dk", "dv"} otherwise; [b, t, heads, d] each."""
+        raise NotImplementedError
+
+
+class JaxLoaded(Loaded):
+    def __init__(self, attention: Attention, inputs: Inputs):
+        self._qkv, self._dout = (inputs["query"], inputs["key"], inputs["value"]), inputs["dout"]
+        self._attention = attention
+        self._calls: dict[str, Callable[[], Any]] = {}
+
+    def _call(self, mode: str) -> Callable[[], Any]:
+        if mode not in self._calls:
+            self._calls[mode] = self._make(mode)
+        return self._calls[mode]
+
+    def _make(self, mode: str) -> Callable[[], Any]:
+        qkv, dout = self._qkv, self._dout
+        if mode == "fwd":
+            forward = jax.jit(self._attention)
+            return lambda: forward(*qkv)
+        if mode == "bwd":
+            # The vjp is a pytree of its residuals: made once, it enters the backward program as an argument.
+            _, pullback = jax.jit(lambda *x: jax.vjp(self._attention, *x))(*qkv)
+            backward = jax.jit(lambda pullback, dout: pullback(dout))
+            return lambda: backward(pullback, dout)
+
+        def loss(query, key, value, dout):
+            return jnp.sum(self._attention(query, key, value).astype(jnp.float32) * dout.astype(jnp.float32))
+
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        return lambda: step(*qkv, dout)
+
+    def timer(self, mode: str) -> Timer:
+        return Timer(self._call(mode), jax.block_until_ready, queued=on_gpu())
+
+    def answer(self, mode: str) -> dict[str, np.ndarray]:
+        result = self._call(mode)()
+        named = {"out": result} if mode == "fwd" else dict(zip(("dq", "dk", "dv"), result, strict=True))
+        return {name: np.asarray(x) for name, x in named.items()}
+
+
+class JaxImplementation(Implementation):
+    """A JAX function. `module` is what must import; `gpu_only` and `half_only` are what it says of itself."""
+
+    module = "jax"
+    gpu_only = True
+    half_only = True
+    bottom_right = False  # where a causal mask of unequal lengths is aligned
+
+    def missing(self) -> str | None:
+        if self.gpu_only and not on_gpu():
+            return "needs a CUDA GPU"
+        try:
+            importlib.import_module(self.module)
+        except Exception as error:  # a library that fails to load is reported like one that is not there
+            return first_line(error)
+        return None
+
+    def refuses(self, case: Case) -> str | None:
+        if self.half_only and case.dtype not in ("bfloat16", "float16"):
+            return f"serves 16-bit inputs only, not {case.dtype}"
+        if case.causal and case.sq != case.sk and not self.bottom_right:
+            return "aligns a causal mask of unequal lengths top-left"
+        return None
+
+    def attention(self, case: Case) -> Attention:
+        raise NotImplementedError
+
+    def load(self, case: Case, inputs: Inputs) -> Loaded:
+        return JaxLoaded(self.attention(case), inputs)
+
+
+class Ours(JaxImplementation):
+    name, about = "jax_flash2", "this package"
+    module, gpu_only, half_only, bottom_right = "jax_flash2", False, False, True
+
+    def attention(self, case: Case) -> Attention:
+        from jax_flash2 import attention
+
+        window = None if case.window is None else (case.window, None)
+        alignment = "bottom_right" if case.causal else None
+        return lambda q, k, v: attention(
+            q, k, v, is_causal=case.causal, causal_alignment=alignment, local_window_size=window
+        )
+
+
+class JaxNN(JaxImplementation):
+    """jax.nn.dot_product_attention; `xla` materialises the scores."""
+
+    def __init__(self, implementation: str):
+        self._implementation = implementation
+        self.name, self.about = f"jax_{implementation}", f"jax.nn.dot_product_attention, {implementation}"
+        self.gpu_only = self.half_only = implementation == "cudnn"
+
+    def refuses(self, case: Case) -> str | None:
+        scores = 8 * case.b * case.h * case.sq * case.sk  # at least two float32 arrays of T x S live at once
+        if self._implementation == "xla" and scores > 40e9:
+            return f"materialises its scores: {scores / 1e9:.0f} GB"
+        return super().refuses(case)
+
+    def attention(self, case: Case) -> Attention:
+        window = None if case.window is None else (case.window, 0)
+        return lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, is_causal=case.causal, local_window_size=window, implementation=self._implementation
+        )
+
+
+class Tokamax(JaxImplementation):
+    name, about, module = "tokamax", "tokamax, Pallas Mosaic GPU kernels", "tokamax"
+
+    def attention(self, case: Case) -> Attention:
+        import tokamax
+
+        window = None if case.window is None else (case.window, 0)
+        return lambda q, k, v: tokamax.dot_product_attention(
+            q, k, v, is_causal=case.causal, local_window_size=window, implementation="mosaic"
+        )
+
+
+class FlashAttention3(JaxImplementation):
+    name, about, module = "dew_fa3", "FlashAttention-3 through dew_flash_attn", "dew_flash_attn"
+    bottom_right = True
+
+    def attention(self, case: Case) -> Attention:
+        import dew_flash_attn
+
+        window = (-1, -1) if case.window is None else (case.window, 0)
+        return lambda q, k, v: dew_flash_attn.flash_mha(q, k, v, is_causal=case.causal, window_size=window)
+
+
+class FlashAttention4(JaxImplementation):
+    name, about, module = "fa4", "FlashAttention-4 (CuTe DSL) through fa4_jax", "fa4_jax"
+    bottom_right = True
+
+    def attention(self, case: Case) -> Attention:
+        import fa4_jax
+
+        window = None if case.window is None else (case.window, 0)
+        return lambda q, k, v: fa4_jax.flash_attn(q, k, v, causal=case.causal, window_size=window, backend="cute")
+
+
+def all_implementations() -> list[Implementation]:
+    from bench import rivals_torch
+
+    jax_ones = [Ours(), JaxNN("xla"), JaxNN("cudnn"), Tokamax(), FlashAttention3(), FlashAttention4()]
+    return [*jax_ones, rivals_torch.Torch("torch_fa2"), rivals_torch.Torch("torch_cudnn")]
+
+
+def find(names: Iterable[str] = ()) -> tuple[list[Implementation], dict[str, str]]:
+    """The implementations that can run here, and {name: reason} for those that cannot. No names: all."""
+    known = {x.name: x for x in all_implementations()}
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"unknown implementations {unknown}; known: {sorted(known)}")
+    wanted = [known[name] for name in dict.fromkeys(names)] or list(known.values())
+    reasons = {x.name: x.missing() for x in wanted}
+    return [x for x in wanted if reasons[x.name] is None], {n: r for n, r in reasons.items() if r is not None}

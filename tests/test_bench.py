@@ -1,0 +1,155 @@
+"""The bench: its arithmetic, its judgement of answers and its output. Nothing here asserts a speed."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # last, so that an installed jax_flash2 goes before the tree's uncompiled one
+
+from bench import cases, report, run  # noqa: E402
+from bench.check import Check  # noqa: E402
+from bench.rivals import Implementation, JaxImplementation, JaxNN, find, make_inputs  # noqa: E402
+from bench.timing import Budget, Figure, Protocol  # noqa: E402
+
+QUICK = Protocol(rounds=2, batches=1, batch=0.0, rest=0.0, warm_calls=1)
+SMALL = [dataclasses.replace(case, dtype="float32") for case in cases.small()]
+UNEQUAL = cases.Case(b=2, sq=5, sk=9, h=4, hk=2, d=8, causal=True, dtype="float32")
+
+
+@pytest.mark.parametrize("case", [*SMALL, UNEQUAL, dataclasses.replace(UNEQUAL, sq=9, sk=5)], ids=lambda c: c.label)
+def test_kept_pairs_are_those_of_the_mask(case):
+    i, j = np.indices((case.sq, case.sk))
+    keep = np.ones_like(i, bool)
+    if case.causal:
+        keep &= j <= i + case.sk - case.sq
+    if case.window is not None:
+        keep &= j >= i + case.sk - case.sq - case.window
+    assert case.kept() == keep.sum()
+
+
+def test_flops_of_the_paper():
+    case = cases.Case(b=2, sq=64, h=3, d=16, causal=False)
+    assert case.flops("fwd") == 4 * 2 * 3 * 64 * 64 * 16
+    assert case.flops("bwd") == 2.5 * case.flops("fwd")
+    assert case.flops("step") == 3.5 * case.flops("fwd")
+
+
+def test_the_grid_holds_16k_tokens_of_2048_channels():
+    assert len(cases.grid()) == 36
+    assert {(case.b * case.sq, case.h * case.d) for case in cases.grid()} == {(16384, 2048)}
+
+
+class Broken(JaxImplementation):
+    """jax.nn's attention with a fault."""
+
+    name, gpu_only, half_only = "broken", False, False
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def attention(self, case):
+        right = JaxNN("xla").attention(case)
+        if self.fault == "scale":
+            return lambda q, k, v: right(1.02 * q, k, v)
+        if self.fault == "nan":
+            return lambda q, k, v: right(q, k, v).at[..., -1, :, 0].set(np.nan)
+        if self.fault == "gradient":
+            return lambda q, k, v: right(q, k, v) + 0.02 * (k - jax.lax.stop_gradient(k)).sum()
+        return right
+
+
+@pytest.mark.parametrize("case", [*SMALL, dataclasses.replace(SMALL[0], dtype="bfloat16")], ids=lambda c: c.label)
+def test_a_right_answer_passes(case):
+    inputs = make_inputs(case, 1)
+    loaded = Broken(None).load(case, inputs)
+    for mode in cases.PASSES:
+        assert Check(case, inputs, 3).fault(loaded.answer(mode)) is None
+
+
+@pytest.mark.parametrize(("fault", "mode"), [("scale", "fwd"), ("scale", "bwd"), ("nan", "fwd"), ("gradient", "step")])
+def test_a_wrong_answer_is_not_timed(fault, mode):
+    bench = run.Run([Broken(fault), JaxNN("xla")], [mode], QUICK, seed=0)
+    timers = bench.prepare(SMALL[0])
+    assert list(timers[mode]) == ["jax_xla"]
+    assert [x["impl"] for x in bench.left_out] == ["broken"]
+    assert bench.left_out[0]["reason"].startswith("wrong")
+
+
+def test_what_raises_is_left_out_with_its_reason():
+    class Raises(Implementation):
+        name = "raises"
+
+        def load(self, case, inputs):
+            raise RuntimeError("out of paper\nand ink")
+
+    bench = run.Run([Raises()], ["fwd", "bwd"], QUICK, seed=0)
+    assert bench.prepare(SMALL[0]) == {"fwd": {}, "bwd": {}}
+    assert [x["reason"] for x in bench.left_out] == ["RuntimeError: out of paper"] * 2
+
+
+def test_absent_rivals_say_why():
+    here, missing = find()
+    assert {"jax_flash2", "jax_xla"} <= {x.name for x in here}
+    rivals = {"jax_cudnn", "torch_fa2", "torch_cudnn", "tokamax", "dew_fa3", "fa4"}
+    assert {x.name for x in here} | set(missing) >= rivals
+    assert all(missing.values())
+    with pytest.raises(ValueError, match="known"):
+        find(["flash_attention_9"])
+
+
+def test_means_compare_cell_by_cell():
+    cell = cases.Case(b=1, sq=64, h=2, d=16, causal=True, dtype="float32").row()
+    rows = []
+    for d, ours, a, b in ((16, 10.0, 20.0, 40.0), (32, 10.0, 5.0, None)):
+        times = {"jax_flash2": ours, "a": a, "b": b}
+        rows += [{"impl": name, "mode": "fwd", **cell, "d": d, "us": us} for name, us in times.items() if us]
+    means = {(x["d"], x["rival"]): (x["cells"], x["mean"], x["worst"]) for x in report.geometric_means(rows)}
+    assert means[None, "a"] == (2, pytest.approx(1.0), 0.5)
+    assert means[None, "b"] == (1, pytest.approx(4.0), 4.0)
+    assert means[None, "best"] == (2, pytest.approx(1.0), 0.5)
+    assert means[32, "a"][1] == pytest.approx(0.5)
+    assert "0.50" in report.summary(rows)
+
+
+def test_figure_is_median_and_spread():
+    assert Figure.of([2.0, 1.0, 4.0]) == Figure(2.0, 1.5)
+
+
+def test_budget_shortens_rounds_and_ends():
+    assert Budget(0, 3).rounds(5, 1e9) == 5
+    budget = Budget(100.0, 10)
+    assert budget.rounds(5, 3.0) == 3
+    assert budget.rounds(5, 1e3) == 1
+    budget.overhead(50.0, 10)
+    assert budget.rounds(9, 1.0) == 7
+    assert Budget(1e-9, 1).rounds(5, 1.0) == 0
+
+
+def test_command_line(tmp_path):
+    results, picture = tmp_path / "results.json", tmp_path / "picture.png"
+    command = f"-m bench --suite small --pass fwd,step --impl jax_flash2,jax_xla,jax_cudnn --json {results}"
+    quick = "--rounds 2 --batches 1 --batch_ms 1 --rest 0 --only causal"
+    done = subprocess.run(
+        [sys.executable, *command.split(), *quick.split(), "--plot", str(picture)],
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "matmul" in done.stdout
+    got = json.loads(results.read_text())
+    assert set(got) == {"meta", "rows"}
+    if jax.default_backend() != "gpu":
+        assert got["meta"]["missing"] == {"jax_cudnn": "needs a CUDA GPU"}
+    wrong = [x for x in got["meta"]["left_out"] if x["reason"].startswith("wrong")]
+    assert not wrong
+    measured = {(row["impl"], row["mode"], row["sq"]) for row in got["rows"]}
+    assert {("jax_xla", mode, t) for mode in ("fwd", "step") for t in (96, 130)} <= measured
+    fields = {"impl", "dtype", "mode", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "us", "tflops"}
+    assert all(fields <= set(row) and row["us"] > 0 and row["tflops"] > 0 for row in got["rows"])
+    assert picture.stat().st_size > 1000
