@@ -1,0 +1,151 @@
+// The forward pass: one task is a tile of query rows of one head. It walks the key tiles that the mask leaves it; in each
+// it deals with `lanes` rows at a time, whose scores, probabilities and output stay in the first-level cache.
+// Knows no instruction set.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/scratch.h"
+
+namespace jax_flash2::cpu {
+
+template <class E>
+View<E> view(const Tensor& t, const Batch& b, int head, int64_t row) {
+  return {t.at<E>(b, head) + row * t.row, t.row, t.col};
+}
+
+template <class E>
+class Forward {
+  using Real = typename RealOf<E>::type;
+  static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  static constexpr int kKeys = 128;     // of a tile: what fixes the order of summation, so it depends on nothing
+  static constexpr int kQueries = 256;  // of a task: so many share a packed key tile
+
+ public:
+  Forward(const Problem& p, const Ops<E>& ops) : p(p), ops(ops) {}
+
+  Status run(Executor& executor) {
+    if (int64_t{p.B} * p.N * p.T == 0) return {};
+    const int64_t heads = int64_t{p.B} * p.N;
+    rows_ = static_cast<int>(round_up(min_(p.T, kQueries), ops.lanes));
+    const auto tiles = [&] { return (int64_t{p.T} + rows_ - 1) / rows_; };
+    while (rows_ >= 4 * ops.lanes && heads * tiles() < 4 * (int64_t{executor.threads()} + 1))
+      rows_ = static_cast<int>(round_up(rows_ / 2, ops.lanes));
+    const int64_t count = heads * tiles();
+    const int n_workers = workers(executor, count);
+    const int64_t each = scratch(nullptr).size;
+    const auto memory = allocate<Real>(each * n_workers);
+    if (!memory) return {"out of host memory for the tiles of the forward pass"};
+    parallel_for(executor, n_workers, count, [&](int64_t x, int worker) {
+      const int64_t head = x / tiles();
+      const auto tile = static_cast<int>(tiles() - 1 - x % tiles());  // under a causal mask the longest first
+      task(p.batch(static_cast<int>(head / p.N)), static_cast<int>(head % p.N), tile * rows_,
+           scratch(memory.get() + worker * each));
+    });
+    return {};
+  }
+
+ private:
+  struct Scratch {
+    Real *q;                   // [block][D][lanes], scaled
+    Real *k, *v;               // [kKeys][D], [kKeys][Dv]
+    Real *s;                   // [kKeys][lanes]
+    Real *out;                 // [block][Dv][lanes]
+    Real *maximum, *sum;       // [block][lanes]
+    Real *begin, *end;         // [lanes]
+    int64_t size;
+  };
+
+  Scratch scratch(Real* base) const {
+    Carve<Real> carve(base);
+    const int64_t keys = min_(p.S, kKeys);
+    Scratch s{.q = carve(int64_t{rows_} * p.D),
+              .k = carve(keys * p.D),
+              .v = carve(keys * p.Dv),
+              .s = carve(keys * ops.lanes),
+              .out = carve(int64_t{rows_} * p.Dv),
+              .maximum = carve(rows_),
+              .sum = carve(rows_),
+              .begin = carve(ops.lanes),
+              .end = carve(ops.lanes),
+              .size = 0};
+    s.size = carve.used();
+    return s;
+  }
+
+  void task(const Batch& b, int n, int i0, const Scratch& t) const {
+    const Mask mask = p.mask(b);
+    const Range live = mask.live_queries(), live_keys = mask.live_keys();
+    const int L = ops.lanes, i1 = min_(p.T, i0 + rows_), kv_head = n / p.group();
+    // Queries are packed and computed for the live rows of the task only; the others are never read.
+    const auto score = p.template score<Real>(b, n);
+    for (int i = i0; i < i1; i += L) {
+      const int first = max_(i, live.begin), last = min_(min_(i + L, i1), live.end);
+      Real* q = t.q + int64_t{i - i0} * p.D;
+      if (last - first < L) std::fill_n(q, int64_t{L} * p.D, Real(0));
+      if (first < last)
+        ops.pack_transposed(view<const E>(p.q, b, n, first), last - first, p.D, score.scale, q + (first - i), L);
+    }
+    std::fill_n(t.maximum, rows_, -kInfinity);
+    std::fill_n(t.sum, rows_, Real(0));
+    std::fill_n(t.out, int64_t{rows_} * p.Dv, Real(0));
+
+    const Tiles tiles = mask.key_tiles(i0, i1, kKeys);
+    for (int tile = tiles.begin; tile < tiles.end; tile++) {
+      const Range keys = {max_(tile * kKeys, live_keys.begin), min_(min_(p.S, (tile + 1) * kKeys), live_keys.end)};
+      ops.pack(view<const E>(p.k, b, kv_head, keys.begin), keys.end - keys.begin, p.D, 1, t.k, p.D);
+      ops.pack(view<const E>(p.v, b, kv_head, keys.begin), keys.end - keys.begin, p.Dv, 1, t.v, p.Dv);
+      for (int i = i0; i < i1; i += L) block(mask, b, n, i, min_(i + L, i1), i - i0, keys, t);
+    }
+
+    for (int i = i0; i < i1; i += L) {
+      const int rows = min_(L, i1 - i), at = i - i0;
+      Real* shrink = t.begin;
+      for (int r = 0; r < rows; r++) {
+        const Real sum = t.sum[at + r], maximum = t.maximum[at + r];
+        const bool dead = !live.has(i + r) || sum == 0;
+        shrink[r] = dead ? Real(0) : 1 / sum;
+        p.lse.template at<Real>(b, n)[(i + r) * p.lse.row] = dead ? -kInfinity : maximum + std::log(sum);
+      }
+      ops.unpack_transposed(t.out + int64_t{at} * p.Dv, L, rows, p.Dv, shrink, view<E>(p.out, b, n, i));
+    }
+  }
+
+  // The queries [i, i_end), at lane `at` of the task, and those of the packed `keys` that one of them sees.
+  void block(const Mask& mask, const Batch& b, int n, int i, int i_end, int at, const Range& keys,
+             const Scratch& t) const {
+    const Range live = mask.live_queries();
+    const int L = ops.lanes, first = max_(i, live.begin), last = min_(i_end, live.end) - 1;
+    if (first > last) return;
+    const Range first_keys = mask.keys(first), last_keys = mask.keys(last);
+    const int j0 = max_(keys.begin, first_keys.begin), j1 = min_(keys.end, last_keys.end);
+    if (j0 >= j1) return;
+    // Lanes without a live query hold zeros and are dropped at the end: no mask is needed for them.
+    const bool full = last_keys.begin <= j0 && j1 <= first_keys.end;
+    for (int x = 0; x < L && !full; x++) {
+      const Range seen = mask.keys(i + x);
+      t.begin[x] = static_cast<Real>(clamp_(seen.begin - j0, 0, j1 - j0));
+      t.end[x] = static_cast<Real>(clamp_(seen.end - j0, 0, j1 - j0));
+    }
+    Real* out = t.out + int64_t{at} * p.Dv;
+    ops.gemm({.m = j1 - j0, .n = L, .k = p.D,
+              .a = t.k + int64_t{j0 - keys.begin} * p.D, .a_row = p.D, .a_col = 1,
+              .b = t.q + int64_t{at} * p.D, .ldb = L, .c = t.s, .ldc = L, .add = false});
+    ops.softmax({.s = t.s, .keys = j1 - j0,
+                 .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
+                 .score = {Real(1), p.template score<Real>(b, n).softcap}, .keep = p.keep(b, n), .i0 = i, .j0 = j0,
+                 .maximum = t.maximum + at, .sum = t.sum + at, .o = out, .o_rows = p.Dv});
+    ops.gemm({.m = p.Dv, .n = L, .k = j1 - j0,
+              .a = t.v + int64_t{j0 - keys.begin} * p.Dv, .a_row = 1, .a_col = p.Dv,
+              .b = t.s, .ldb = L, .c = out, .ldc = L, .add = true});
+  }
+
+  const Problem& p;
+  const Ops<E>& ops;
+  int rows_ = 0;  // of a task, a multiple of the lanes
+};
+
+}  // namespace jax_flash2::cpu

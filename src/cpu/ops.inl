@@ -1,0 +1,183 @@
+// The table of ops.h for the instruction set that the including file is compiled for, JAX_FLASH2_ISA.
+// Knows tiles and lanes, no batch, head or thread. Internal linkage throughout, for the reason given in element.h.
+#include "cpu/gemm.h"
+#include "cpu/ops.h"
+#include "cpu/simd.h"
+
+namespace jax_flash2::cpu {
+namespace {
+
+// Which lanes keep key `row` of the tile.
+template <class Real, bool kMasked>
+struct Visible {
+  Vec<Real> begin, end;
+  Visible(const Bounds<Real>& bounds, int lane) {
+    if constexpr (kMasked) begin = get(bounds.begin + lane), end = get(bounds.end + lane);
+  }
+  Vec<Real> select(int row, Vec<Real> kept, Real dropped) const {
+    if constexpr (!kMasked) return kept;
+    const Vec<Real> x = splat(Real(row));
+    return (x >= begin) & (x < end) ? kept : splat(dropped);
+  }
+};
+
+template <class Real>
+inline Vec<Real> keep_factor(const Keep& keep, int i, int j) {
+  Vec<Real> f;
+  for (int x = 0; x < kWidth<Real>; x++) f[x] = keep.factor(i + x, j);
+  return f;
+}
+
+// A score that has no cap is the product itself: the scale went into the packed queries.
+template <class Real, bool kCapped>
+inline Score<Real> specialised(const Score<Real>& score) {
+  return kCapped ? score : Score<Real>{Real(1), Real(0)};
+}
+
+template <class Real, bool kMasked, bool kCapped>
+void softmax_tile(const Softmax<Real>& t) {
+  constexpr int W = kWidth<Real>, L = kLanes<Real>;
+  const Score<Real> score = specialised<Real, kCapped>(t.score);
+  for (int x = 0; x < L; x += W) {
+    const Visible<Real, kMasked> visible(t.bounds, x);
+    const Vec<Real> before = get(t.maximum + x);
+    Vec<Real> m = before;
+    for (int j = 0; j < t.keys; j++) {
+      Real* at = t.s + j * L + x;
+      Vec<Real> s = get(at);
+      if constexpr (kCapped) s = score.template apply<Math<Real>>(s, t.i0 + x, t.j0 + j);
+      s = visible.select(j, s, -kInf<Real>);
+      if constexpr (kCapped || kMasked) put(at, s);
+      m = m > s ? m : s;
+    }
+    // A lane that has kept no key yet subtracts 0, so that -inf stays -inf.
+    const Vec<Real> reference = m == splat(-kInf<Real>) ? Vec<Real>{} : m;
+    Vec<Real> sum = {};
+    for (int j = 0; j < t.keys; j++) {
+      Real* at = t.s + j * L + x;
+      const Vec<Real> p = exp<Real>(get(at) - reference);
+      sum += p;
+      put(at, p * keep_factor<Real>(t.keep, t.i0 + x, t.j0 + j));
+    }
+    const Vec<Real> shrink = exp<Real>(before - reference);
+    put(t.maximum + x, m);
+    put(t.sum + x, get(t.sum + x) * shrink + sum);
+    bool same = true;
+    for (int y = 0; y < W; y++) same &= shrink[y] == Real(1);
+    if (same) continue;
+    for (int c = 0; c < t.o_rows; c++) put(t.o + c * L + x, get(t.o + c * L + x) * shrink);
+  }
+}
+
+template <class Real, bool kMasked, bool kCapped>
+void gradient_tile(const Gradient<Real>& t) {
+  constexpr int W = kWidth<Real>;
+  const Score<Real> score = specialised<Real, kCapped>(t.score);
+  const Vec<Real> most = splat(-ExpConstants<Real>::kMin);
+  for (int x = 0; x < t.n; x += W) {
+    const Visible<Real, kMasked> visible(t.bounds, x);
+    const Vec<Real> lse = get(t.lse + x), delta = get(t.delta + x);
+    for (int j = 0; j < t.keys; j++) {
+      Real *s_at = t.s + j * t.ld + x, *dp_at = t.dp + j * t.ld + x;
+      const Vec<Real> s = score.template apply<Math<Real>>(get(s_at), t.i0 + x, t.j0 + j);
+      const Vec<Real> above = s - lse;
+      const Vec<Real> p = visible.select(j, exp<Real>(above > most ? most : above), Real(0));
+      const Vec<Real> factor = keep_factor<Real>(t.keep, t.i0 + x, t.j0 + j);
+      Vec<Real> ds = p * (get(dp_at) * factor - delta);
+      if constexpr (kCapped) ds *= score.slope(s);
+      ds = visible.select(j, ds, Real(0));  // a NaN of a key that the lane does not see
+      for (int y = 0; y < W; y++) t.dscore(t.i0 + x + y, t.j0 + j, static_cast<float>(ds[y]));
+      put(s_at, p * factor);
+      put(dp_at, ds);
+    }
+  }
+}
+
+// Calls tile<kMasked, kCapped> for a Softmax or a Gradient.
+template <class Real>
+void softmax(const Softmax<Real>& t) {
+  const bool capped = t.score.softcap != 0;
+  if (t.bounds.begin)
+    capped ? softmax_tile<Real, true, true>(t) : softmax_tile<Real, true, false>(t);
+  else
+    capped ? softmax_tile<Real, false, true>(t) : softmax_tile<Real, false, false>(t);
+}
+template <class Real>
+void gradient(const Gradient<Real>& t) {
+  const bool capped = t.score.softcap != 0;
+  if (t.bounds.begin)
+    capped ? gradient_tile<Real, true, true>(t) : gradient_tile<Real, true, false>(t);
+  else
+    capped ? gradient_tile<Real, false, true>(t) : gradient_tile<Real, false, false>(t);
+}
+
+// Calls f with the column stride, a constant where it is the usual one, so that the loops vectorise.
+template <class F>
+inline void with_stride(int64_t col, const F& f) {
+  col == 1 ? f([](int64_t c) { return c; }) : f([col](int64_t c) { return c * col; });
+}
+
+template <class E, class Real>
+void pack(View<const E> from, int rows, int cols, Real scale, Real* to, int64_t ld) {
+  with_stride(from.col, [&](auto at) {
+    for (int r = 0; r < rows; r++, to += ld) {
+      const E* row = from.data + r * from.row;
+      for (int c = 0; c < cols; c++) to[c] = load(row[at(c)]) * scale;
+      for (int64_t c = cols; c < ld; c++) to[c] = 0;
+    }
+  });
+}
+
+template <class E, class Real>
+void pack_transposed(View<const E> from, int rows, int cols, Real scale, Real* to, int64_t ld) {
+  for (int c = 0; c < cols; c++)
+    for (int r = 0; r < rows; r++) to[c * ld + r] = load(from.data[r * from.row + c * from.col]) * scale;
+}
+
+template <class E, class Real>
+void unpack(const Real* from, int64_t ld, int rows, int cols, Real scale, View<E> to) {
+  with_stride(to.col, [&](auto at) {
+    for (int r = 0; r < rows; r++, from += ld) {
+      E* row = to.data + r * to.row;
+      for (int c = 0; c < cols; c++) store(row + at(c), from[c] * scale);
+    }
+  });
+}
+
+template <class E, class Real>
+void unpack_transposed(const Real* from, int64_t ld, int rows, int cols, const Real* scale, View<E> to) {
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < cols; c++) store(to.data + r * to.row + c * to.col, from[c * ld + r] * scale[r]);
+}
+
+template <class E, class Real>
+void row_dots(View<const E> a, View<const E> b, int rows, int cols, Real* to) {
+  for (int r = 0; r < rows; r++) {
+    const E *x = a.data + r * a.row, *y = b.data + r * b.row;
+    Real part[8] = {};  // a fixed order of summation that the compiler may spread over lanes
+    int c = 0;
+    for (; c + 8 <= cols; c += 8)
+      for (int u = 0; u < 8; u++) part[u] += load(x[(c + u) * a.col]) * load(y[(c + u) * b.col]);
+    for (int u = 0; c < cols; c++, u++) part[u] += load(x[c * a.col]) * load(y[c * b.col]);
+    to[r] = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
+  }
+}
+
+template <class E>
+constexpr Ops<E> ops_of() {
+  using Real = typename RealOf<E>::type;
+  return {.lanes = kLanes<Real>,
+          .gemm = gemm<Real>,
+          .softmax = softmax<Real>,
+          .gradient = gradient<Real>,
+          .pack = pack<E, Real>,
+          .pack_transposed = pack_transposed<E, Real>,
+          .unpack = unpack<E, Real>,
+          .unpack_transposed = unpack_transposed<E, Real>,
+          .row_dots = row_dots<E, Real>};
+}
+
+constexpr OpsTable kTable = {ops_of<float>(), ops_of<double>(), ops_of<BF16>(), ops_of<F16>()};
+
+}  // namespace
+}  // namespace jax_flash2::cpu
