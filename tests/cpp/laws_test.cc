@@ -1,0 +1,276 @@
+// Proves the laws of src/core without a GPU: every range of Mask against `visible` by exhaustion, Score against its
+// formula and finite differences, and the index arithmetic of Problem. Built by g++ and by nvcc, whose host compiler,
+// and front end for device code, must read the same headers the same way.
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace jax_flash2 {
+namespace {
+
+long checks = 0, failures = 0;
+
+void expect(bool ok, const Mask& m, const char* format, ...) {
+  checks++;
+  if (ok || ++failures > 20) return;
+  std::printf("FAILED q_len=%d k_len=%d left=%d right=%d off=%d: ", m.q_len, m.k_len, m.left, m.right, m.off);
+  va_list args;
+  va_start(args, format);
+  std::vprintf(format, args);
+  va_end(args);
+  std::printf("\n");
+}
+
+// What a mask means, as a table of `visible` alone: nothing here knows a range.
+struct Table {
+  int rows, cols;
+  std::vector<char> seen;  // [rows, cols]
+
+  Table(const Mask& m, int rows_, int cols_) : rows(rows_), cols(cols_), seen(rows_ * cols_) {
+    for (int i = 0; i < rows; i++)
+      for (int j = 0; j < cols; j++) seen[i * cols + j] = m.visible(i, j);
+  }
+  bool at(int i, int j) const { return i < rows && j < cols && seen[i * cols + j]; }
+  bool row_live(int i) const {
+    for (int j = 0; j < cols; j++)
+      if (at(i, j)) return true;
+    return false;
+  }
+  bool col_live(int j) const {
+    for (int i = 0; i < rows; i++)
+      if (at(i, j)) return true;
+    return false;
+  }
+  // Of the block [i0, i1) x [j0, j1): is any element seen, and does every live row see every key?
+  bool any(int i0, int i1, int j0, int j1) const {
+    for (int i = i0; i < i1; i++)
+      for (int j = j0; j < j1; j++)
+        if (at(i, j)) return true;
+    return false;
+  }
+  bool full(int i0, int i1, int j0, int j1, const std::vector<char>& live) const {
+    for (int i = i0; i < i1 && i < rows; i++)
+      for (int j = j0; live[i] && j < j1; j++)
+        if (!at(i, j)) return false;
+    return true;
+  }
+};
+
+void check_ranges(const Mask& m, const Table& t, const std::vector<char>& live_rows,
+                  const std::vector<char>& live_cols) {
+  for (int i = 0; i < t.rows; i++) {
+    expect(m.live_queries().has(i) == bool(live_rows[i]), m, "live_queries at i=%d", i);
+    for (int j = 0; j < t.cols; j++) {
+      expect(m.keys(i).has(j) == t.at(i, j), m, "keys(%d) at j=%d", i, j);
+      expect(m.queries(j).has(i) == t.at(i, j), m, "queries(%d) at i=%d", j, i);
+    }
+  }
+  for (int j = 0; j < t.cols; j++) expect(m.live_keys().has(j) == bool(live_cols[j]), m, "live_keys at j=%d", j);
+}
+
+// `any(tile)` and `full(tile)` say what the table says of one tile; `count` tiles reach past the last row or column.
+template <class Any, class Full>
+void check_tiles(const Mask& m, const Tiles& tiles, const char* which, int x0, int x1, int size, int count,
+                 const Any& any, const Full& full) {
+  expect(tiles.begin <= tiles.full_begin && tiles.full_begin <= tiles.full_end && tiles.full_end <= tiles.end, m,
+         "%s(%d, %d, %d): order of {%d, %d, %d, %d}", which, x0, x1, size, tiles.begin, tiles.full_begin,
+         tiles.full_end, tiles.end);
+  expect(tiles.begin >= 0 && tiles.end <= count, m, "%s(%d, %d, %d): out of bounds", which, x0, x1, size);
+  for (int tile = 0; tile < count; tile++) {
+    const bool met = tiles.begin <= tile && tile < tiles.end;
+    const bool bare = tiles.full_begin <= tile && tile < tiles.full_end;
+    expect(met == any(tile), m, "%s(%d, %d, %d): tile %d is %smet", which, x0, x1, size, tile, met ? "" : "not ");
+    expect(bare == (met && full(tile)), m, "%s(%d, %d, %d): tile %d is %sfull", which, x0, x1, size, tile,
+           bare ? "" : "not ");
+  }
+}
+
+void check_key_tiles(const Mask& m, const Table& t, const std::vector<char>& live, int i0, int i1, int size) {
+  const int count = (t.cols + size - 1) / size;
+  check_tiles(
+      m, m.key_tiles(i0, i1, size), "key_tiles", i0, i1, size, count,
+      [&](int tile) { return t.any(i0, i1, tile * size, (tile + 1) * size); },
+      [&](int tile) { return t.full(i0, i1, tile * size, (tile + 1) * size, live); });
+}
+
+void check_query_tiles(const Mask& m, const Table& t, const std::vector<char>& live, int j0, int j1, int size) {
+  const int count = (t.rows + size - 1) / size;
+  check_tiles(
+      m, m.query_tiles(j0, j1, size), "query_tiles", j0, j1, size, count,
+      [&](int tile) { return t.any(tile * size, (tile + 1) * size, j0, j1); },
+      [&](int tile) { return t.full(tile * size, (tile + 1) * size, j0, j1, live); });
+}
+
+struct Seen {
+  Table table;
+  std::vector<char> rows, cols;
+  Seen(const Mask& m, int extra) : table(m, m.q_len + extra, m.k_len + extra) {
+    for (int i = 0; i < table.rows; i++) rows.push_back(table.row_live(i));
+    for (int j = 0; j < table.cols; j++) cols.push_back(table.col_live(j));
+  }
+};
+
+// Every length from 0, every window, both alignments, every block, with blocks and tiles that reach past the last row.
+void exhaust_masks(int longest) {
+  constexpr int kPast = 2;
+  for (int q_len = 0; q_len <= longest; q_len++)
+    for (int k_len = 0; k_len <= longest; k_len++)
+      for (int left = -1; left <= longest + 1; left++)
+        for (int right = -1; right <= longest + 1; right++)
+          for (bool bottom_right : {false, true}) {
+            const Mask m =
+                Mask::make({.window_left = left, .window_right = right, .bottom_right = bottom_right}, q_len, k_len);
+            const Seen seen(m, kPast);
+            check_ranges(m, seen.table, seen.rows, seen.cols);
+            for (int size = 1; size <= 4; size++) {
+              for (int i0 = 0; i0 < q_len + kPast; i0++)
+                for (int i1 = i0; i1 <= q_len + kPast; i1++) check_key_tiles(m, seen.table, seen.rows, i0, i1, size);
+              for (int j0 = 0; j0 < k_len + kPast; j0++)
+                for (int j1 = j0; j1 <= k_len + kPast; j1++) check_query_tiles(m, seen.table, seen.rows, j0, j1, size);
+            }
+          }
+}
+
+// The tile sizes that kernels use, on lengths of a few tiles.
+void sample_masks(int cases) {
+  std::mt19937 random(2);
+  const auto draw = [&](int lo, int hi) { return lo + static_cast<int>(random() % (hi - lo + 1)); };
+  for (int c = 0; c < cases; c++) {
+    const Spec spec{.window_left = draw(0, 2) ? draw(0, 300) : -1,
+                    .window_right = draw(0, 2) ? draw(0, 300) : -1,
+                    .bottom_right = bool(draw(0, 1))};
+    const Mask m = Mask::make(spec, draw(0, 260), draw(0, 260));
+    const Seen seen(m, 128);
+    for (int rows : {32, 64, 128})
+      for (int size : {32, 48, 64, 128}) {
+        const int i0 = rows * draw(0, 260 / rows), j0 = rows * draw(0, 260 / rows);
+        check_key_tiles(m, seen.table, seen.rows, i0, i0 + rows, size);
+        check_query_tiles(m, seen.table, seen.rows, j0, j0 + rows, size);
+      }
+  }
+}
+
+void check_make() {
+  const auto same = [](const Mask& m, const Mask& w) {
+    expect(m.q_len == w.q_len && m.k_len == w.k_len && m.left == w.left && m.right == w.right && m.off == w.off, m,
+           "make");
+  };
+  same(Mask::make({}, 3, 5), {3, 5, kMaxLength, kMaxLength, 0});
+  same(Mask::make({.bottom_right = true}, 3, 5), {3, 5, kMaxLength, kMaxLength, 2});
+  same(Mask::make({.window_left = 4, .window_right = 0, .bottom_right = true}, 5, 3), {5, 3, 4, 0, -2});
+  same(Mask::make({.window_left = int64_t{1} << 62, .window_right = kMaxLength + 1}, 1, 1),
+       {1, 1, kMaxLength, kMaxLength, 0});
+}
+
+// At the largest lengths no sum may overflow: in a constant expression that would not compile.
+constexpr bool at_the_limit(int q_len, int k_len, int window, int off) {
+  const Mask m{q_len, k_len, window, window, off};
+  const int i = max_(q_len - 1, 0), j = max_(k_len - 1, 0);
+  const Tiles k = m.key_tiles(max_(q_len - 128, 0), q_len, 128), q = m.query_tiles(max_(k_len - 128, 0), k_len, 128);
+  return m.keys(i).end <= k_len && m.queries(j).end <= q_len && m.live_queries().end <= q_len &&
+         m.live_keys().end <= k_len && k.end <= (k_len + 127) / 128 && q.end <= (q_len + 127) / 128;
+}
+inline constexpr int kLongest = kMaxLength - 1;
+static_assert(at_the_limit(kLongest, kLongest, kMaxLength, 0) && at_the_limit(kLongest, kLongest, 0, 0));
+static_assert(at_the_limit(kLongest, 0, kMaxLength, -kLongest) && at_the_limit(0, kLongest, kMaxLength, kLongest));
+static_assert(at_the_limit(kLongest, 1, kMaxLength, 1 - kLongest) &&
+              at_the_limit(1, kLongest, kMaxLength, kLongest - 1));
+static_assert(at_the_limit(kLongest, 1, 0, 1 - kLongest) && at_the_limit(1, kLongest, 0, kLongest - 1));
+
+struct Math {
+  template <class Real>
+  static JAX_FLASH2_HD Real tanh(Real x) {
+    return std::tanh(x);
+  }
+};
+
+void check_score() {
+  const Mask none{};
+  for (double scale : {1.0, 0.125, -0.7, 0.0})
+    for (double cap : {0.0, 0.5, 30.0})
+      for (double qk = -40; qk <= 40; qk += 0.37) {
+        const Score<double> score{scale, cap};
+        const auto apply = [&](double x) { return score.apply<Math>(x, 0, 0); };
+        const double s = apply(qk), want = cap != 0 ? cap * std::tanh(scale * qk / cap) : scale * qk;
+        expect(std::abs(s - want) <= 1e-12 * (1 + std::abs(want)), none, "score(%g) is %g, not %g", qk, s, want);
+        const double step = 1e-5, slope = score.slope(s), risen = (apply(qk + step) - apply(qk - step)) / (2 * step);
+        expect(std::abs(scale * slope - risen) <= 1e-6, none,
+               "scale %g cap %g: slope at %g is %g, finite differences say %g", scale, cap, qk, scale * slope, risen);
+        if (cap == 0) expect(slope == 1, none, "slope without softcap");
+      }
+}
+
+void check_problem() {
+  Problem p{};
+  const int32_t sizes[kMaxBatchAxes] = {2, 1, 3, 5};
+  std::copy(sizes, sizes + kMaxBatchAxes, p.batch_sizes);
+  p.B = 30, p.T = 7, p.S = 9, p.N = 6, p.K = 2;
+  const Mask none{};
+  int b = 0;
+  for (int x = 0; x < 2; x++)
+    for (int y = 0; y < 3; y++)
+      for (int z = 0; z < 5; z++, b++) {
+        const Batch at = p.batch(b);
+        expect(at.at[0] == x && at.at[1] == 0 && at.at[2] == y && at.at[3] == z, none, "coordinates of batch row %d",
+               b);
+      }
+  expect(p.group() == 3, none, "group");
+
+  // Lengths that vary along the last batch axis only, some of them nonsense.
+  int32_t lengths[5] = {-4, 0, 3, 9, 1 << 30};
+  p.extras.key_lens.data = lengths, p.extras.key_lens.batch[3] = 1;
+  const int want[5] = {0, 0, 3, 9, 9};
+  for (b = 0; b < p.B; b++) {
+    const Mask m = p.mask(p.batch(b));
+    expect(m.k_len == want[b % 5] && m.q_len == 7, m, "clamped key length of batch row %d", b);
+  }
+  p.spec.bottom_right = true, p.extras.query_lens = p.extras.key_lens;
+  const Mask m = p.mask(p.batch(3));
+  expect(m.q_len == 7 && m.off == 2, m, "the diagonal moves by clamped lengths");
+
+  float cells[64];
+  const Tensor tensor{.data = cells, .batch = {32, 0, 8, 1}, .head = 5};
+  expect(tensor.at<float>(p.batch(29), 2) == cells + 32 + 16 + 4 + 10, none, "address of (batch row, head)");
+
+  p.extras = {}, p.spec = {};
+  expect(p.plain(), none, "defaults are plain");
+  p.spec.softcap = 1;
+  expect(!p.plain(), none, "a softcap is not");
+}
+
+#if defined(__CUDACC__)
+// Never launched: that it compiles shows that device code reads the laws.
+__global__ void read_laws(Problem p, int* ints, float* floats) {
+  const Batch b = p.batch(blockIdx.x);
+  const Mask m = p.mask(b);
+  const Tiles k = m.key_tiles(0, 64, 64), q = m.query_tiles(0, 64, 64);
+  const Range ranges[4] = {m.keys(threadIdx.x), m.queries(threadIdx.x), m.live_queries(), m.live_keys()};
+  ints[threadIdx.x] = k.begin + k.full_begin + k.full_end + k.end + q.begin + q.full_begin + q.full_end + q.end;
+  for (const Range& r : ranges) ints[threadIdx.x] += r.begin + r.end + m.visible(r.begin, r.end);
+  const float s = p.score<float>(b, 0).apply<Math>(floats[threadIdx.x], 0, 0);
+  floats[threadIdx.x] = s * p.score<float>(b, 0).slope(s) * p.keep(b, 0).factor(0, 0);
+  p.dscore(b, 0)(0, 0, s);
+}
+#endif
+
+}  // namespace
+}  // namespace jax_flash2
+
+int main() {
+  using namespace jax_flash2;
+  exhaust_masks(7);
+  sample_masks(300);
+  check_make();
+  check_score();
+  check_problem();
+#if defined(__CUDACC__)
+  if (read_laws == nullptr) return 2;
+#endif
+  std::printf("laws: %ld checks, %ld failed\n", checks, failures);
+  return failures != 0;
+}
