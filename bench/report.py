@@ -1,6 +1,12 @@
-"""Result rows as text: one line a cell, geometric means, and what was left out. Knows rows only."""
+"""Result rows as text: lines, geometric means, what was left out, tables for the documentation. Knows rows only.
 
+usage: python -m bench.report RESULTS.json        prints the tables in Markdown
+"""
+
+import json
 import math
+import pathlib
+import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -74,8 +80,45 @@ def summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def markdown(results: dict) -> str:
+    """The geometric means and every cell of a results file, as two Markdown tables."""
+    rows, matmul = results["rows"], results["meta"]["matmul"]
+    unit, scale = ("TFLOP/s", 1.0) if matmul["tflops"] > 10 else ("GFLOP/s", 1e3)
+    lines = [f"`{results['meta']['command']}`: {results['meta']['device']}, matmul {matmul['what']}"]
+    lines[0] += f" {matmul['tflops'] * scale:.0f} {unit}"
+    means = geometric_means(rows)
+    if means:
+        lines += [
+            "",
+            "| pass | D | against | cells | geometric mean | worst cell |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+    for x in means:
+        head = f"| {x['mode']} | {x['d'] or 'all'} | {x['rival']} | {x['cells']} |"
+        lines.append(f"{head} {x['mean']:.2f}x | {x['worst']:.2f}x |")
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    lines += ["", f"{unit}, and in brackets the share of the matmul rate:", ""]
+    lines += [
+        "| pass | dtype | D | mask | T | heads | B | " + " | ".join(names) + " |",
+        "| --- " * (7 + len(names)) + "|",
+    ]
+    cells: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        mask = ("causal" if row["causal"] else "full") + (f", window {row['window']}" if row["window"] else "")
+        length = f"{row['sq']}" if row["sq"] == row["sk"] else f"{row['sq']} / {row['sk']}"
+        key = (row["mode"], row["dtype"], row["d"], mask, length, f"{row['h']} / {row['hk']}", row["b"])
+        cells.setdefault(key, {})[row["impl"]] = f"{row['tflops'] * scale:.0f} ({row['of_matmul']:.0%})"
+    for key, cell in cells.items():
+        lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(cell.get(name, '-') for name in names)} |")
+    return "\n".join(lines)
+
+
 def left_out(items: list[dict]) -> str:
     """One line per implementation and reason, with how many cells it cost."""
     counts = Counter((x["impl"], x["reason"]) for x in items)
     lines = [f"left out {name:12s} {n:3d} cells: {reason}" for (name, reason), n in counts.items()]
     return "\n".join(lines or ["left out nothing"])
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(pathlib.Path(sys.argv[1]).read_text())))

@@ -163,12 +163,13 @@ def main(argv: Sequence[str]) -> int:
     run = Run(implementations, modes, protocol, _SEED.value)
 
     what, flops, timer = matmul_timer()
+    timer.run(1)  # compiles
     guess = timer.guess()
     rate = Figure.of([timer.measure(protocol, guess) for _ in range(protocol.rounds)])
     run.matmul_flops = flops / rate.seconds
     print(f"matmul   {what}: {run.matmul_flops / 1e12:.4g} TFLOP/s, spread {rate.spread:.1%}")
     print(f"measure  {', '.join(x.name for x in implementations)}: {len(todo)} cases x {', '.join(modes)}")
-    least = len(todo) * len(modes) * len(implementations) * protocol.rounds * protocol.cost(0.0)
+    least = len(todo) * len(modes) * len(implementations) * protocol.rounds * protocol.cost(1e-3)
     print(f"expect   {least:.0f} s of rests and batches, and compiling", flush=True)
 
     meta = {"command": " ".join(["python -m bench", *sys.argv[1:]]), "suite": suite, "missing": missing}

@@ -21,11 +21,14 @@ class Protocol:
     batches: int = 5
     batch: float = 0.05
     rest: float = 0.2
-    warm_calls: int = 4
+
+    def warm_calls(self, call: float) -> int:
+        """How many calls warm up: four, fewer where one call is longer than a batch."""
+        return max(1, min(4, round(4 * self.batch / call)))
 
     def cost(self, call: float) -> float:
         """Expected seconds of one measurement of a call that takes `call` seconds."""
-        return self.rest + self.warm_calls * call + self.batches * max(call, self.batch)
+        return self.rest + self.warm_calls(call) * call + self.batches * max(call, self.batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +50,18 @@ class Timer:
         return (time.perf_counter() - start) / calls
 
     def guess(self) -> float:
-        """A first estimate of the seconds per call, after the calls that compile and autotune."""
-        self.run(2)
-        few = self.run(1)
-        return few if few > 0.02 else self.run(5)
+        """A first estimate of the seconds per call, of a call that has run before."""
+        once = self.run(1)
+        return once if once > 0.1 else min(once, self.run(5))
 
     def measure(self, protocol: Protocol, call: float) -> float:
         """One round: the median over batches of seconds per call. `call` is the guess that sizes a batch."""
+        start = time.perf_counter()
         gc.collect()
         gc.disable()
         try:
-            time.sleep(protocol.rest)
-            self.run(protocol.warm_calls)
+            time.sleep(max(0.0, protocol.rest - (time.perf_counter() - start)))
+            self.run(protocol.warm_calls(call))
             calls = max(1, round(protocol.batch / call))
             return statistics.median(self.run(calls) for _ in range(protocol.batches))
         finally:

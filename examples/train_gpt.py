@@ -59,7 +59,7 @@ class Config:
         if jax.default_backend() == "gpu":
             preset = cls(12, 768, 12, sequence=1024, batch=32, steps=600, learning_rate=6e-4, dtype="bfloat16")
         else:
-            preset = cls(4, 128, 2, sequence=256, batch=16, steps=600, learning_rate=3e-3, dtype="float32")
+            preset = cls(4, 128, 2, sequence=256, batch=8, steps=600, learning_rate=3e-3, dtype="float32")
         names = ("layers", "width", "heads", "sequence", "batch", "learning_rate", "attention", "steps")
         given = {name: flags.FLAGS[name].value for name in names if flags.FLAGS[name].value is not None}
         config = dataclasses.replace(preset, **given)
