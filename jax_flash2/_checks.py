@@ -127,7 +127,7 @@ def array(name: str, x: Any) -> jax.Array:
     numbers = (jax.Array, np.ndarray, np.generic, bool, int, float)
     if not isinstance(x, numbers) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be an array. Convert it with jax.numpy.asarray.")
-    return jnp.asarray(x)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)  # jax 0.7 mistypes it under vmap in an Explicit mesh
 
 
 def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

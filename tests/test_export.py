@@ -1,0 +1,238 @@
+"""Programs that leave the process: compiled for another platform, exported, and exported by an older version.
+
+tests/exported holds the StableHLO of programs as the versions named in the files wrote them, for CPU and CUDA at once,
+with every option and operand of that version. Later versions must still run them. When a release adds an option or an
+operand (never otherwise), write new files, with the oldest JAX served, and keep the old ones:
+
+    python tests/test_export.py
+"""
+
+import dataclasses
+import pathlib
+import re
+import types
+
+import calls
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jax_flash2
+from jax_flash2 import _lowering, _native
+from jax_flash2._spec import AttentionSpec
+
+FOLDER = pathlib.Path(__file__).parent / "exported"
+B, T, S, N, K, D, DV = 2, 7, 9, 4, 2, 12, 8
+SHAPES = {
+    "query": (B, T, N, D),
+    "key": (B, S, K, D),
+    "value": (B, S, K, DV),
+    "scale": (B,),
+    "query_lens": (B,),
+    "key_lens": (B,),
+    "dout": (B, T, N, DV),
+    "dlse": (B, T, N),
+}
+
+
+def _forward(query, key, value, scale, query_lens, key_lens):
+    return jax_flash2.attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        local_window_size=(4, 2),
+        causal_alignment="bottom_right",
+        logits_soft_cap=3.0,
+        query_seq_lengths=query_lens,
+        key_value_seq_lengths=key_lens,
+        deterministic=True,
+        return_residual=True,
+    )
+
+
+def _gradients(query, key, value, scale, query_lens, key_lens, dout, dlse):
+    primals, pullback = jax.vjp(lambda *xs: _forward(*xs, query_lens, key_lens), query, key, value, scale)
+    return *primals, *pullback((dout, dlse))
+
+
+def _plain(query, key, value):
+    return jax_flash2.attention(query, key, value, scale=0.3, is_causal=True, causal_alignment="top_left")
+
+
+def _gradients_of_plain(*xs):
+    return jax.grad(lambda *xs: _plain(*xs).astype(jnp.float32).sum(), (0, 1, 2))(*xs)
+
+
+PROGRAMS = {"forward": _forward, "gradients": _gradients, "plain": _plain}
+FIXTURES = [(version, name) for version in ("0.1",) for name in PROGRAMS]
+
+
+def _arguments(function):
+    names = dict.fromkeys(function.__code__.co_varnames[: function.__code__.co_argcount])
+    return [calls.random(0, name, SHAPES[name], jnp.bfloat16) for name in names]
+
+
+def _export(function, *args):
+    return export.export(jax.jit(function), platforms=("cpu", "cuda"), disabled_checks=jax_flash2.export_checks())(
+        *args
+    )
+
+
+@pytest.mark.parametrize(("version", "name"), FIXTURES)
+def test_programs_of_older_versions_run(version, name):
+    """JAX reads its own serialised form for half a year, StableHLO for years: so the module alone is kept, and its
+    types are those of the same program today."""
+    args = _arguments(PROGRAMS[name])
+    today = _export(PROGRAMS[name], *args)
+    old = dataclasses.replace(today, mlir_module_serialized=(FOLDER / f"{version}_{name}.mlirbc").read_bytes())
+    calls.assert_close(jax.jit(old.call)(*args), jax.jit(PROGRAMS[name])(*args), jnp.bfloat16)
+
+
+def test_serialised_program_and_its_gradient():
+    *args, dout, dlse = _arguments(_gradients)
+    loaded = export.deserialize(_export(_forward, *args).serialize(vjp_order=1))
+    primals, pullback = jax.vjp(lambda *xs: loaded.call(*xs, *args[4:]), *args[:4])
+    want = jax.jit(_gradients)(*args, dout, dlse)
+    calls.assert_close((*primals, *pullback((dout, dlse))), want, jnp.bfloat16)
+
+
+def test_symbolic_shapes():
+    b, t, s = export.symbolic_shape("b, t, s")
+    shapes = [(b, t, N, D), (b, s, K, D), (b, s, K, DV), (b,), (b,), (b,), (b, t, N, DV), (b, t, N)]
+    args = _arguments(_gradients)
+    avals = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, args, strict=True)]
+    loaded = export.deserialize(_export(_gradients, *avals).serialize())
+    shorter = [x[:1] for x in args]
+    shorter[1:3] = [x[:, :5] for x in shorter[1:3]]
+    for xs in (args, shorter):
+        calls.assert_close(loaded.call(*xs), jax.jit(_gradients)(*xs), jnp.bfloat16)
+
+
+def test_export_checks_are_needed():
+    with pytest.raises(ValueError, match="jax_flash2_forward_v1"):
+        export.export(jax.jit(_plain))(*_arguments(_plain))
+
+
+# What a program for CUDA hands its handlers, read from its text. No GPU is needed.
+
+
+def _custom_calls(function, args, platform="cuda"):
+    """For each custom call its target, its operands' and results' types, and its attributes."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    calls = []
+    for line in text.splitlines():
+        if found := re.search(
+            r"custom_call @(jax_flash2\w+)\(.*backend_config = \{(.*?)\}.* : \((.*)\) -> \(?(.*)\)?", line
+        ):
+            target, attributes, operands, results = found.groups()
+            sides = [re.findall(r"tensor<(.*?)>", side) for side in (operands, results)]
+            calls.append((target, *sides, dict(pair.split(" = ") for pair in attributes.split(", "))))
+    return calls
+
+
+def test_cuda_program():
+    """D and Dv padded to one multiple of 8, workspaces as results, absent arrays of size zero."""
+    forward, backward = _custom_calls(_gradients, _arguments(_gradients))
+    q, k = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16"
+    lse, lens = f"{B}x{N}x{T}xf32", f"{B}xi32"
+    assert forward[:3] == ("jax_flash2_forward_v1", [q, k, k, f"{B}xf32", lens, lens], [q, lse])
+    operands = [q, k, k, q, lse, q, lse, f"{B}xf32", lens, lens]
+    accumulators = [f"{B}x{N}x{T}x16xf32", *[f"{B}x{K}x{S}x16xf32"] * 2]
+    results = [q, k, k, lse, *accumulators, f"{B}x{N}x2xi32", lse, "0xf32", "0xf32"]
+    assert backward[:3] == ("jax_flash2_backward_v1", operands, results)
+
+
+def test_cuda_program_without_options():
+    query, key, value = (jnp.zeros((B, T, N, 16), jnp.float16) for _ in range(3))
+    forward, backward = _custom_calls(_gradients_of_plain, (query, key, value))
+    q, lse = f"{B}x{T}x{N}x16xf16", f"{B}x{N}x{T}xf32"
+    assert forward[1:3] == ([q, q, q, "0xf32", "0xi32", "0xi32"], [q, lse])
+    assert backward[1] == [q, q, q, q, lse, q, "0xf32", "0xf32", "0xi32", "0xi32"]
+    workspaces = [lse, f"{B}x{N}x{T}x16xf32", "0xf32", "0xf32", "0xi32"]
+    assert backward[2] == [q, q, q, *workspaces, "0xf32", "0xf32", "0xf32"]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_cuda_program_inside_shard_map(check_vma):
+    """Padding there is traced anew, while compiling, with types that vary."""
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("x",))
+    specs = (jax.P("x"), jax.P(), jax.P())
+    args = [x[:size] for x, size in zip(_arguments(_plain), (2, 1, 1), strict=True)]
+    sharded = jax.shard_map(_gradients_of_plain, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma)
+    (_, backward) = _custom_calls(sharded, args)
+    assert backward[2][:3] == [f"1x{T}x{N}x16xbf16", *[f"1x{S}x{K}x16xbf16"] * 2]
+
+
+def test_cuda_program_in_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("x"))) for x in _arguments(_plain)]
+        (_, backward) = _custom_calls(_gradients_of_plain, args)
+    assert backward[2][:3] == [f"{B}x{T}x{N}x16xbf16", *[f"{B}x{S}x{K}x16xbf16"] * 2]
+
+
+def test_cpu_program_has_no_workspace():
+    (_, backward) = _custom_calls(_gradients, _arguments(_gradients), "cpu")
+    assert backward[2][3:8] == ["0xf32", "0xf32", "0xf32", "0xf32", "0xi32"]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_attributes_are_the_spec(x64):
+    """By name, in the types that the handlers insist on, whatever jax_enable_x64 says."""
+    with jax.enable_x64(x64):
+        (forward,) = _custom_calls(lambda *xs: _forward(*xs)[0], _arguments(_forward))
+        types_of = {float: "f64", int: "i64", bool: "bool"}
+        attributes = {name: text.split(" : ")[-1] if " : " in text else "bool" for name, text in forward[3].items()}
+        fields = {field.name: types_of[field.type] for field in dataclasses.fields(AttentionSpec)}
+        assert attributes == fields
+        assert forward[3]["window_left"] == "4 : i64"
+        assert forward[3]["bottom_right"] == "true"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_dtypes_on_cuda_are_refused(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        args = [x.astype(dtype) for x in _arguments(_plain)]
+        with pytest.raises(NotImplementedError, match=f"CUDA serves bfloat16 and float16, got {dtype}"):
+            _custom_calls(_plain, args)
+
+
+@pytest.mark.parametrize(("implementation", "platform"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_insisting_on_another_platform(implementation, platform):
+    def call(*xs):
+        return jax_flash2.attention(*xs, implementation=implementation)
+
+    with pytest.raises(NotImplementedError, match=f"implementation='{implementation}'.*compiled for '{platform}'"):
+        _custom_calls(call, _arguments(_plain), platform)
+
+
+def test_install_without_cuda_code_says_so_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_native, "cuda", None)
+    monkeypatch.setattr(_native, "cuda_missing", "was built without CUDA code")
+    monkeypatch.setattr(_lowering, "_has_cuda_device", lambda: True)
+    with pytest.raises(RuntimeError, match=r"built without CUDA code.*nvcc is on PATH.*JAX_FLASH2_FETCH_NVCC=1"):
+        _custom_calls(_plain, _arguments(_plain))
+
+
+def test_head_dims_that_were_not_compiled(monkeypatch):
+    rows = [("sm80", direction, "bf16", 64) for direction in ("forward", "backward")]
+    monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(instances=lambda: rows))
+    query, key, value = (jnp.zeros((B, T, N, 72), jnp.bfloat16) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="head dims up to 64 for bfloat16 on CUDA, got 72"):
+        _custom_calls(_plain, (query, key, value))
+
+
+def _write() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # the paths of this machine are nobody's business
+    version = ".".join(jax_flash2.__version__.split(".")[:2])
+    for name, function in PROGRAMS.items():
+        path = FOLDER / f"{version}_{name}.mlirbc"
+        path.write_bytes(_export(function, *_arguments(function)).mlir_module_serialized)
+        print(path, "written with jax", jax.__version__)
+
+
+if __name__ == "__main__":
+    _write()

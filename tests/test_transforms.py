@@ -1,0 +1,265 @@
+"""attention under jit, grad, checkpoint, scan and the rest: each transformation has its own small test."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jax_flash2
+
+_plain = jax.jit(calls.gradients)
+
+
+def _operands(seed, dtype=calls.DTYPE):
+    return calls.arguments(seed, "query", "key", "value", dtype=dtype)
+
+
+def _out(*xs, **keywords):
+    return calls.output(*xs, return_residual=False, **keywords)
+
+
+def _loss(*xs, **keywords):
+    return jnp.sum(jnp.sin(_out(*xs, **keywords).astype(jnp.float32)))
+
+
+def _softmax_attention(query, key, value, scale):
+    """Bottom-right causal attention and its lse in float64 numpy."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    groups = query.shape[2] // key.shape[2]
+    scores = scale * np.einsum("btnd,bsnd->bnts", query, key.repeat(groups, 2))
+    scores[..., ~np.tri(query.shape[1], key.shape[1], key.shape[1] - query.shape[1], dtype=bool)] = -np.inf
+    top = scores.max(-1, keepdims=True)
+    total = np.exp(scores - top).sum(-1, keepdims=True)
+    out = np.einsum("bnts,bsnd->btnd", np.exp(scores - top) / total, value.repeat(groups, 2))
+    return out, (top + np.log(total))[..., 0].swapaxes(1, 2)
+
+
+def test_jit_and_eager_equal_a_softmax():
+    xs = _operands(0)
+    for call in (calls.output, jax.jit(calls.output)):
+        out, lse = call(*xs, 0.4)
+        want_out, want_lse = _softmax_attention(*xs, 0.4)
+        assert out.dtype == calls.DTYPE
+        assert lse.dtype == jnp.float32
+        calls.assert_close(
+            [out.astype(jnp.float32), lse], [x.astype(np.float32) for x in (want_out, want_lse)], out.dtype
+        )
+
+
+def test_numpy_arrays():
+    xs = _operands(1)
+    calls.assert_close(_out(*map(np.asarray, xs)), _out(*xs))
+
+
+@pytest.mark.parametrize("keywords", [{}, {"is_causal": False, "logits_soft_cap": 0.7}, {"local_window_size": (3, 1)}])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_equal_finite_differences(dtype, keywords):
+    with jax.enable_x64(dtype == "float64"), jax.default_device(jax.devices("cpu")[0]):
+        *xs, scale, query_lens, key_lens = calls.arguments(2, *calls.NAMES[:6], dtype=jnp.dtype(dtype))
+
+        def call(*xs):
+            out, lse = calls.output(*xs, query_seq_lengths=query_lens, key_value_seq_lengths=key_lens, **keywords)
+            return out, jnp.where(jnp.isneginf(lse), 0, lse)
+
+        exact = {"atol": 1e-6, "rtol": 1e-6, "eps": 1e-5} if dtype == "float64" else {"atol": 2e-2, "rtol": 2e-2}
+        check_grads(lambda *xs: call(*xs, 0.4), xs, order=1, modes=["rev"], **exact)
+        # The scale is used in float32.
+        check_grads(lambda scale: call(*xs, scale), [scale], order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+def test_value_and_grad():
+    xs = _operands(3)
+    value, gradient = jax.jit(jax.value_and_grad(_loss, argnums=1))(*xs)
+    calls.assert_close(value, _loss(*xs), jnp.float32)
+    calls.assert_close(gradient, jax.grad(_loss, argnums=1)(*xs))
+
+
+def test_lse_is_used_by_the_backward_only_where_it_is_returned():
+    xs = _operands(4)
+
+    def backward(function):
+        equations = calls.equations(jax.make_jaxpr(jax.grad(function))(*xs))
+        return next(x.params["operands"] for x in equations if str(x.primitive) == "flash_backward")
+
+    assert "dlse" not in backward(_loss)
+    assert "dlse" in backward(lambda *xs: calls.output(*xs)[1].sum())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (calls.B,)])
+def test_gradient_of_a_traced_scale_has_its_shape(shape):
+    query, key, value = _operands(5)
+    scale = calls.random(5, "scale", shape)
+    rows = [(jnp.broadcast_to(scale, (calls.B,))[b], query[b], key[b], value[b]) for b in range(calls.B)]
+    per_row = jnp.stack([jax.grad(lambda s, *xs: _loss(*xs, s))(*row) for row in rows])
+    want = per_row if shape == (calls.B,) else per_row.sum().reshape(shape)
+    calls.assert_close(jax.jit(jax.grad(lambda s: _loss(query, key, value, s)))(scale), want)
+
+
+def test_lengths_are_integers_to_a_gradient():
+    """They have the cotangent that JAX gives integers: none, of type float0."""
+    args = calls.arguments(6)[:6]
+
+    def loss(*xs):
+        return _loss(*xs[:4], query_seq_lengths=xs[4], key_value_seq_lengths=xs[5])
+
+    gradients = jax.grad(loss, argnums=(0, 4, 5), allow_int=True)(*args)
+    assert [x.dtype for x in gradients[1:]] == [jax.dtypes.float0] * 2
+    calls.assert_close(gradients[0], jax.grad(loss)(*args))
+
+
+# The kernels that a training step runs, by counting primitives.
+
+
+@pytest.mark.parametrize(
+    ("policy", "forwards"),
+    [(None, 2), (jax_flash2.checkpoint_policy(), 1), (jax.checkpoint_policies.save_only_these_names("context"), 1)],
+    ids=["recomputes everything", "our policy", "the name that others use"],
+)
+def test_checkpoint(policy, forwards):
+    xs = _operands(7)
+
+    def layer(*xs):
+        return jnp.sum(jnp.sin(_out(*(jnp.cos(x) for x in xs)).astype(jnp.float32)))
+
+    saved = jax.checkpoint(layer, policy=policy)
+    counts = calls.count(jax.grad(saved), *xs)
+    assert (counts["flash_forward"], counts["flash_backward"]) == (forwards, 1)
+    calls.assert_close(jax.jit(jax.grad(saved, (0, 1, 2)))(*xs), jax.jit(jax.grad(layer, (0, 1, 2)))(*xs))
+
+
+def test_checkpoint_of_lse():
+    xs = _operands(8)
+    saved = jax.checkpoint(lambda *xs: jnp.sum(calls.output(*xs)[1] ** 2), policy=jax_flash2.checkpoint_policy())
+    assert calls.count(jax.grad(saved), *xs)["flash_forward"] == 1
+
+
+def test_scan_and_checkpoint():
+    """Layers as a scan over stacked weights, the carry being attended to, recomputed in the backward."""
+    query, key, value = _operands(9)
+    weights = calls.random(9, "query", (3, calls.D, calls.DV)) / 3
+    carry = jnp.zeros(query.shape, query.dtype)
+
+    def layer(x, w):
+        return (x + _out(query + x, key, value) @ w.T).astype(x.dtype), None
+
+    def scanned(query, weights):
+        body = jax.checkpoint(layer, policy=jax_flash2.checkpoint_policy())
+        return jnp.sum(jax.lax.scan(body, query, weights)[0].astype(jnp.float32) ** 2)
+
+    def unrolled(query, weights):
+        for w in weights:
+            query = layer(query, w)[0]
+        return jnp.sum(query.astype(jnp.float32) ** 2)
+
+    got, want = (jax.jit(jax.grad(function, (0, 1)))(carry, weights) for function in (scanned, unrolled))
+    calls.assert_close(got, want)
+
+
+def test_scan_over_keys_in_chunks():
+    """lse inside a loop carry: chunks of keys merged by it equal the whole call."""
+    query, key, value = (x[:, : calls.T] for x in _operands(10))
+    chunks = [jnp.stack(jnp.split(jnp.concatenate([x, x[:, ::-1]], 1), 2, 1)) for x in (key, value)]
+
+    def merge(carry, chunk):
+        out, lse = carry
+        new_out, new_lse = calls.output(query, *chunk, is_causal=False)
+        total = jnp.logaddexp(lse, new_lse)
+        parts = (x.astype(jnp.float32) * jnp.exp(y - total)[..., None] for x, y in ((out, lse), (new_out, new_lse)))
+        return (sum(parts), total), None
+
+    empty = jnp.zeros((*query.shape[:-1], calls.DV)), jnp.full(query.shape[:-1], -jnp.inf)
+    (out, lse), _ = jax.jit(lambda: jax.lax.scan(merge, empty, chunks))()
+    whole = calls.output(query, *(x.swapaxes(0, 1).reshape(calls.B, -1, *x.shape[3:]) for x in chunks), is_causal=False)
+    calls.assert_close((out.astype(calls.DTYPE), lse), whole)
+
+
+def test_eval_shape():
+    xs = _operands(11)
+    out, lse = jax.eval_shape(calls.output, *xs)
+    assert (out.shape, out.dtype) == ((calls.B, calls.T, calls.N, calls.DV), calls.DTYPE)
+    assert (lse.shape, lse.dtype) == ((calls.B, calls.T, calls.N), jnp.float32)
+    gradients = jax.eval_shape(jax.grad(_loss, (0, 1, 2)), *xs)
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in xs]
+
+
+def test_donated_buffers():
+    xs = _operands(12)
+    want = _plain(*calls.arguments(12))[2]
+    step = jax.jit(lambda query, *rest: query - calls.gradients(query, *rest)[2], donate_argnums=0)
+    donated, *rest = calls.arguments(12)
+    calls.assert_close(step(donated, *rest), xs[0] - want)
+    assert donated.is_deleted()
+
+
+def test_x64_mode_changes_nothing_for_narrow_arrays():
+    """Constants and lengths default to 64 bits there; none may reach a kernel."""
+    want = [np.asarray(x) for x in _plain(*calls.arguments(13))]
+    with jax.enable_x64(True):
+        args = [x.astype(jnp.int64) if x.dtype == jnp.int32 else x for x in calls.arguments(13)]
+        calls.assert_close([np.asarray(x) for x in jax.jit(calls.gradients)(*args)], want)
+
+
+def test_strict_dtype_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        calls.assert_close(jax.jit(calls.gradients)(*calls.arguments(14)), _plain(*calls.arguments(14)))
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        got = calls.gradients(*calls.arguments(15))
+    calls.assert_close(got, _plain(*calls.arguments(15)))
+
+
+def test_debug_nans_sees_none_in_empty_rows():
+    args = calls.arguments(16)
+    with jax.debug_nans(True):
+        jax.block_until_ready(jax.jit(calls.gradients)(*args))
+
+
+def test_second_derivatives_are_refused():
+    xs = _operands(17)
+    with pytest.raises(NotImplementedError, match="derivatives of derivatives"):
+        jax.hessian(_loss)(*xs)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(_loss, xs, xs)
+
+
+def test_implementation_insists_on_a_platform():
+    xs = jax.device_put(_operands(18, jnp.bfloat16), jax.devices("cpu")[0])
+    calls.assert_close(_out(*xs, implementation="cpu"), _out(*xs))
+    with pytest.raises(NotImplementedError, match=r"compiled for 'cpu'.*cuda device"):
+        _out(*xs, implementation="cuda")
+
+
+def test_no_deadlock():
+    """Many calls at once on two cores, on eight devices: no call may wait for a task that has not started."""
+    program = """
+        import os
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        import jax, jax.numpy as jnp
+        from jax_flash2 import attention
+
+        def gradient(x):
+            call = jax.vmap(lambda y: attention(y, y, y, is_causal=True))
+            return jax.grad(lambda x: sum(jnp.sum(call(y) ** 2) for y in x))(x)
+
+        x = jax.random.normal(jax.random.key(0), (16, 8, 70, 2, 16))
+        print(len(jax.devices()))
+        for _ in range(3):
+            print(jnp.sum(jax.jit(gradient)(x) ** 2))
+            print(jnp.sum(jax.pmap(gradient, in_axes=1, out_axes=1)(x[:, :, None]) ** 2))
+    """
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    run = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(run, env=environment, timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    devices, first, *others = map(float, done.stdout.split())
+    assert devices == 8
+    np.testing.assert_allclose(others, [first] * 5, rtol=1e-4)
