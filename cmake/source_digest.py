@@ -1,7 +1,7 @@
 """The sha256 of everything that decides what the native modules do: src/ and CMakeLists.txt.
 
-A GPU run records it, so that one can tell whether the kernels in the tree are the ones that were tested. For each file, in
-the order of their paths: the relative path, NUL, the bytes, NUL. Standard library only; knows nothing of what it hashes.
+A GPU run records it, so that one can tell whether the kernels in the tree are the ones that were tested. For each file,
+in the order of their paths: the relative path, NUL, the bytes, NUL. Knows nothing of what it hashes.
 
     source_digest.py               prints the digest
     source_digest.py --cc FILE     defines jax_flash2::kSourceDigest in FILE, left untouched when it says so already
