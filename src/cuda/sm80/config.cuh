@@ -26,25 +26,35 @@ inline constexpr int kSharedBytesLarge = 163 * 1024, kSharedBytesSmall = 99 * 10
 // 32 rows a warp up to head dim 128, so that each fragment of K and V read from shared memory is used twice: at 16 rows
 // shared memory is the bound. Above that the output would not fit in registers.
 template <int kHeadDim>
-inline constexpr ForwardTile kForwardTile;
+struct ForwardConfig;
 template <>
-inline constexpr ForwardTile kForwardTile<64>{
-    .head_dim = 64, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = true};
+struct ForwardConfig<64> {
+  static constexpr ForwardTile kTile{
+      .head_dim = 64, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = true};
+};
 template <>
-inline constexpr ForwardTile kForwardTile<96>{
-    .head_dim = 96, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+struct ForwardConfig<96> {
+  static constexpr ForwardTile kTile{
+      .head_dim = 96, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+};
 template <>
-inline constexpr ForwardTile kForwardTile<128>{
-    .head_dim = 128, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+struct ForwardConfig<128> {
+  static constexpr ForwardTile kTile{
+      .head_dim = 128, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+};
 template <>
-inline constexpr ForwardTile kForwardTile<192>{
-    .head_dim = 192, .rows = 128, .keys = 64, .warps = 8, .stages = 1, .blocks_per_sm = 1, .q_in_registers = false};
+struct ForwardConfig<192> {
+  static constexpr ForwardTile kTile{
+      .head_dim = 192, .rows = 128, .keys = 64, .warps = 8, .stages = 1, .blocks_per_sm = 1, .q_in_registers = false};
+};
 template <>
-inline constexpr ForwardTile kForwardTile<256>{
-    .head_dim = 256, .rows = 64, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+struct ForwardConfig<256> {
+  static constexpr ForwardTile kTile{
+      .head_dim = 256, .rows = 64, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+};
 
-// For devices on which that does not fit.
+// Of the head dims whose tile does not fit into kSharedBytesSmall.
 template <int kHeadDim>
-inline constexpr ForwardTile kForwardTileSmall = kForwardTile<kHeadDim>;
+struct ForwardConfigSmall;
 
 }  // namespace jax_flash2::cuda::sm80

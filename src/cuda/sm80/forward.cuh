@@ -37,34 +37,37 @@ struct ForwardOrder {
   }
 };
 
-template <ForwardTile kTile, class Element, bool kPlain>
-__global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
+template <class Config, class Element, bool kPlain>
+__global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ Problem p, const ForwardOrder order) {
-  constexpr int kRowBlocks = kTile.row_blocks(), kCols8 = kTile.keys / 8, kOut8 = kTile.head_dim / 8;
-  constexpr int kDepth = kTile.head_dim / 16;
-  using QTile = tile::SharedTile<kTile.rows, kTile.head_dim>;
-  using KTile = tile::SharedTile<kTile.keys, kTile.head_dim>;
-  using CopyQ = tile::Copy<QTile, kTile.threads()>;
-  using CopyK = tile::Copy<KTile, kTile.threads()>;
+  constexpr int kRows = Config::kTile.rows, kKeys = Config::kTile.keys, kHeadDim = Config::kTile.head_dim;
+  constexpr int kWarps = Config::kTile.warps, kThreads = Config::kTile.threads(), kStages = Config::kTile.stages;
+  constexpr bool kQInRegisters = Config::kTile.q_in_registers;
+  constexpr int kRowBlocks = Config::kTile.row_blocks(), kCols8 = kKeys / 8, kOut8 = kHeadDim / 8;
+  constexpr int kDepth = kHeadDim / 16;
+  using QTile = tile::SharedTile<kRows, kHeadDim>;
+  using KTile = tile::SharedTile<kKeys, kHeadDim>;
+  using CopyQ = tile::Copy<QTile, kThreads>;
+  using CopyK = tile::Copy<KTile, kThreads>;
 
   const ForwardOrder::Place place = order.place(blockIdx.x);
   const int n = place.head % p.N;
   const Batch b = p.batch(place.head / p.N);
   const Mask mask = p.mask(b);
-  const int row0 = place.tile * kTile.rows;
+  const int row0 = place.tile * kRows;
   const Range live_q = mask.live_queries(), live_k = mask.live_keys();
-  const Tiles tiles = mask.key_tiles(row0, min_(row0 + kTile.rows, p.T), kTile.keys);
+  const Tiles tiles = mask.key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Row block i of this warp; the blocks of a warp are spread, so that a diagonal that leaves one half of the tile
   // without keys takes work from every warp alike.
-  const auto block_row = [&](int i) { return (i * kTile.warps + warp) * 16; };
+  const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
 
   if (tiles.begin >= tiles.end) {
-    constexpr int kChunks = kTile.head_dim / 8;
-    for (int x = threadIdx.x; x < kTile.rows * kChunks; x += kTile.threads()) {
+    constexpr int kChunks = kHeadDim / 8;
+    for (int x = threadIdx.x; x < kRows * kChunks; x += kThreads) {
       const int i = row0 + x / kChunks, column = x % kChunks * 8;
       if (i < p.T && column < p.D) *reinterpret_cast<uint4*>(out_g + i * p.out.row + column) = uint4{};
       if (i < p.T && column == 0) lse_g[i * p.lse.row] = -INFINITY;
@@ -73,36 +76,36 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
   }
 
   extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t q_s = ptx::shared_address(shared), k_s = q_s + QTile::kBytes, v_s = k_s + kTile.stages * KTile::kBytes;
-  const auto stage = [&](int kv_tile) { return kTile.stages == 1 ? 0 : (kv_tile & 1) * KTile::kBytes; };
+  const uint32_t q_s = ptx::shared_address(shared), k_s = q_s + QTile::kBytes, v_s = k_s + kStages * KTile::kBytes;
+  const auto stage = [&](int kv_tile) { return kStages == 1 ? 0 : (kv_tile & 1) * KTile::kBytes; };
 
   const Element* const k_g = p.k.at<const Element>(b, n / p.group());
   const Element* const v_g = p.v.at<const Element>(b, n / p.group());
   const CopyK copy_kv(p.D);
   const auto load_k = [&](int kv_tile) {
-    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, kv_tile * kTile.keys, live_k);
+    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, kv_tile * kKeys, live_k);
     ptx::cp_async_commit_group();
   };
   const auto load_v = [&](int kv_tile) {
-    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, kv_tile * kTile.keys, live_k);
+    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, kv_tile * kKeys, live_k);
     ptx::cp_async_commit_group();
   };
 
   CopyQ(p.D).load(q_s, p.q.at<const Element>(b, n), p.q.row, row0, live_q);
   load_k(tiles.end - 1);
-  if (kTile.stages > 1) load_v(tiles.end - 1);
+  if (kStages > 1) load_v(tiles.end - 1);
 
   const tile::BlockView<QTile, tile::Lies::kStraight> q_view(q_s, warp * 16);
   const tile::BlockView<KTile, tile::Lies::kAcross> k_view(k_s);
   const tile::BlockView<KTile, tile::Lies::kStraight> v_view(v_s);
-  uint32_t q_r[kTile.q_in_registers ? kRowBlocks : 1][kTile.q_in_registers ? kDepth : 1][4];
-  if constexpr (kTile.q_in_registers) {
+  uint32_t q_r[kQInRegisters ? kRowBlocks : 1][kQInRegisters ? kDepth : 1][4];
+  if constexpr (kQInRegisters) {
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // Q, copied by all threads, is there
 #pragma unroll
     for (int i = 0; i < kRowBlocks; i++) {
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) q_view.load(q_r[i][d], i * kTile.warps, d);
+      for (int d = 0; d < kDepth; d++) q_view.load(q_r[i][d], i * kWarps, d);
     }
   }
 
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
   const auto step = [&]<bool kMasked, int kFirst>(int kv_tile) {
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // K (and with two stages V) of this tile is there, and every warp has left the tile before
-    if constexpr (kTile.stages == 1) {
+    if constexpr (kStages == 1) {
       load_v(kv_tile);
     } else if (kv_tile > tiles.begin) {
       load_k(kv_tile - 1);
@@ -128,11 +131,11 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
       uint32_t q[kRowBlocks][4];
 #pragma unroll
       for (int i = kFirst; i < kRowBlocks; i++) {
-        if constexpr (kTile.q_in_registers) {
+        if constexpr (kQInRegisters) {
 #pragma unroll
           for (int x = 0; x < 4; x++) q[i][x] = q_r[i][d][x];
         } else {
-          q_view.load(q[i], i * kTile.warps, d);
+          q_view.load(q[i], i * kWarps, d);
         }
       }
 #pragma unroll
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
       }
     }
 
-    const int column0 = kv_tile * kTile.keys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
+    const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
     if constexpr (!kPlain) {
 #pragma unroll
       for (int i = kFirst; i < kRowBlocks; i++) {
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
         for (int h = 0; h < 2; h++) {
           const Range keys = mask.keys(row0 + block_row(i) + lane / 4 + h * 8);
           const int begin = keys.begin - column0, end = keys.end - column0;
-          if (__any_sync(~0u, end < kTile.keys)) {
+          if (__any_sync(~0u, end < kKeys)) {
 #pragma unroll
             for (int x = 0; x < kCols8 * 2; x++)
               if (x / 2 * 8 + x % 2 >= end) s[i][x / 2][2 * h + x % 2] = -INFINITY;
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
     }
     softmax.template meet<kFirst>(s, out);
 
-    if constexpr (kTile.stages == 1) {
+    if constexpr (kStages == 1) {
       ptx::cp_async_wait_group<0>();
       __syncthreads();  // V of this tile is there, and every warp has left its K
       if (kv_tile > tiles.begin) load_k(kv_tile - 1);
@@ -215,9 +218,8 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
   };
 
   // Key tiles that the upper half of the rows sees; the diagonal of a causal mask leaves it the last ones not.
-  const int upper_end = kRowBlocks == 2
-                            ? max_(tiles.begin, mask.key_tiles(row0, min_(row0 + kTile.rows / 2, p.T), kTile.keys).end)
-                            : tiles.end;
+  const int upper_end =
+      kRowBlocks == 2 ? max_(tiles.begin, mask.key_tiles(row0, min_(row0 + kRows / 2, p.T), kKeys).end) : tiles.end;
   int kv_tile = tiles.end;
   if constexpr (kRowBlocks == 2) {
     while (kv_tile > max_(upper_end, tiles.full_end)) step.template operator()<true, 1>(--kv_tile);
@@ -247,15 +249,16 @@ __global__ void __launch_bounds__(kTile.threads(), kTile.blocks_per_sm)
         const float* x = &out[i][j][2 * h];
         return inverse[h] == 0 ? 0 : ptx::cvt_x2<Element>(x[0] * inverse[h], x[1] * inverse[h]);
       };
-      out_view.store(row_of(0), row_of(1), i * kTile.warps, j);
+      out_view.store(row_of(0), row_of(1), i * kWarps, j);
     }
   }
   __syncthreads();  // rows are stored by other warps than wrote them
   CopyQ(p.D).store(out_g, p.out.row, row0, p.T, q_s);
 }
 
-template <ForwardTile kTile, class Element>
+template <class Config, class Element>
 Status launch_forward(const Problem& p, cudaStream_t stream) {
+  constexpr ForwardTile kTile = Config::kTile;
   if (p.B == 0 || p.T == 0) return {};
   const int64_t tiles = (int64_t(p.T) + kTile.rows - 1) / kTile.rows, heads = int64_t(p.B) * p.N;
   if (tiles * heads > INT32_MAX) return {"more query tiles than a CUDA grid holds"};
@@ -264,20 +267,20 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
   const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
   const int64_t section = std::clamp<int64_t>(key_heads, 1, int64_t(p.B) * p.K) * p.group();
   const ForwardOrder order{uint32_t(tiles), uint32_t(heads), uint32_t(section)};
-  return launch_kernel(p.plain() ? forward_kernel<kTile, Element, true> : forward_kernel<kTile, Element, false>,
+  return launch_kernel(p.plain() ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
                        tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns.
 template <class Element, int kHeadDim>
 Status forward(const Problem& p, cudaStream_t stream) {
-  constexpr ForwardTile kTile = kForwardTile<kHeadDim>;
+  constexpr ForwardTile kTile = ForwardConfig<kHeadDim>::kTile;
   if constexpr (kTile.shared_bytes() > kSharedBytesSmall) {
     if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) < kTile.shared_bytes()) {
-      return launch_forward<kForwardTileSmall<kHeadDim>, Element>(p, stream);
+      return launch_forward<ForwardConfigSmall<kHeadDim>, Element>(p, stream);
     }
   }
-  return launch_forward<kTile, Element>(p, stream);
+  return launch_forward<ForwardConfig<kHeadDim>, Element>(p, stream);
 }
 
 }  // namespace jax_flash2::cuda::sm80
