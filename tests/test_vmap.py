@@ -128,8 +128,8 @@ def test_jacobian():
             calls.assert_close([row[n, d] for row in rows], pulled)
 
 
-# What a vmapped call does beside its kernel. A reshape that adds axes of size 1 or joins neighbours is free; a transpose,
-# or a broadcast that grows, is a copy.
+# What a vmapped call does beside its kernel. A reshape that adds size-1 axes or joins neighbours is free, a transpose
+# or a broadcast that grows is a copy.
 
 
 def _copies(function, *args):
