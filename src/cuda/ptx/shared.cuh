@@ -30,12 +30,28 @@ __device__ __forceinline__ void st_shared_b32(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x));
 }
 
+__device__ __forceinline__ void st_shared_b64(uint32_t address, uint64_t x) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(x));
+}
+
 __device__ __forceinline__ void st_shared_f32(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x));
 }
 
 __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
+}
+
+__device__ __forceinline__ uint32_t ld_shared_b32(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
+  return x;
+}
+
+__device__ __forceinline__ uint64_t ld_shared_b64(uint32_t address) {
+  uint64_t x;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address));
+  return x;
 }
 
 __device__ __forceinline__ float ld_shared_f32(uint32_t address) {

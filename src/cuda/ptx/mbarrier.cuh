@@ -1,0 +1,30 @@
+// Arrival counters in shared memory, as sm_80 has them. Unlike a bar.sync, arriving and waiting are two instructions, and
+// a warp may work in between.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
+#pragma once
+#include <cstdint>
+
+namespace jax_flash2::cuda::ptx {
+
+// A phase ends with the `count`-th arrival; the first phase has parity 0.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// One arrival. What this thread, and threads it has synchronised with, did before is seen by who waits for the phase.
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  [[maybe_unused]] uint64_t state;
+  asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(state) : "r"(barrier) : "memory");
+}
+
+// Whether the phase of this parity has ended; the one before it must have.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+}  // namespace jax_flash2::cuda::ptx
