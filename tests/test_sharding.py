@@ -185,15 +185,19 @@ def test_eager_shard_map():
     _near(sharded(*placed), want)
 
 
-def test_shard_map_over_one_axis_of_two():
-    """The heads stay under automatic sharding inside."""
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_over_one_axis_of_two(kind):
+    """The heads stay split over the other axis, automatically or by type."""
     args, want = _whole()
-    mesh = _mesh()
-    sharded = jax.shard_map(
-        calls.gradients, mesh=mesh, in_specs=tuple(BATCH.values()), out_specs=_results(BATCH), axis_names={"data"}
-    )
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, BOTH.values(), strict=True)]
-    _near(jax.jit(sharded)(*placed), want)
+    mesh = _mesh(kind)
+    in_specs, out_specs = tuple(BATCH.values()), _results(BATCH)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, BOTH.values(), strict=True)]
+        sharded = jax.shard_map(calls.gradients, in_specs=in_specs, out_specs=out_specs, axis_names={"data"})
+        got = jax.jit(sharded)(*placed)
+    _near(got, want)
+    if kind == AxisType.Explicit:
+        assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, BOTH["dout"]), got[0].ndim)
 
 
 def test_pmap():

@@ -1,5 +1,6 @@
 """attention under jit, grad, checkpoint, scan and the rest: each transformation has its own small test."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 from jax.test_util import check_grads
 
 import jax_flash2
+from jax_flash2._spec import AttentionSpec, Extras
+from jax_flash2._vjp import flash_attention
 
 _plain = jax.jit(calls.gradients)
 
@@ -100,6 +103,22 @@ def test_gradient_of_a_traced_scale_has_its_shape(shape):
     per_row = jnp.stack([jax.grad(lambda s, *xs: _loss(*xs, s))(*row) for row in rows])
     want = per_row if shape == (calls.B,) else per_row.sum().reshape(shape)
     calls.assert_close(jax.jit(jax.grad(lambda s: _loss(query, key, value, s)))(scale), want)
+
+
+def test_shared_batch_axes_get_the_sum_of_their_rows_gradients():
+    """Below the public call a key, value or scale may have size 1 where the query has a batch."""
+    query, key, value = _operands(19)
+    args = (query, key[:1], value[:1], jnp.full((1,), 0.4, jnp.float32))
+
+    def loss(query, key, value, scale):
+        call = functools.partial(flash_attention, return_residual=False, implementation=None)
+        return jnp.sum(jnp.sin(call(query, key, value, Extras(scale=scale), AttentionSpec()).astype(jnp.float32)))
+
+    def repeated(query, *shared):
+        return loss(query, *(jnp.concatenate([x, x]) for x in shared))
+
+    argnums = (0, 1, 2, 3)
+    calls.assert_close(jax.jit(jax.grad(loss, argnums))(*args), jax.jit(jax.grad(repeated, argnums))(*args))
 
 
 def test_lengths_are_integers_to_a_gradient():
