@@ -217,12 +217,12 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     }
   };
 
-  // Key tiles that the upper half of the rows sees; the diagonal of a causal mask leaves it the last ones not.
-  const int upper_end =
+  // Where the key tiles end that the first half of the rows sees: a causal diagonal leaves it without the last ones.
+  const int first_half_end =
       kRowBlocks == 2 ? max_(tiles.begin, mask.key_tiles(row0, min_(row0 + kRows / 2, p.T), kKeys).end) : tiles.end;
   int kv_tile = tiles.end;
   if constexpr (kRowBlocks == 2) {
-    while (kv_tile > max_(upper_end, tiles.full_end)) step.template operator()<true, 1>(--kv_tile);
+    while (kv_tile > max_(first_half_end, tiles.full_end)) step.template operator()<true, 1>(--kv_tile);
   }
   for (int masked_until = tiles.full_end;; masked_until = tiles.begin) {
     while (kv_tile > masked_until) step.template operator()<true, 0>(--kv_tile);
