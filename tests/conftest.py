@@ -1,0 +1,82 @@
+"""How every test runs: which backends there are, eight host devices, strict promotion, and the record of a GPU run."""
+
+import os
+import pathlib
+import sys
+
+if "XLA_FLAGS" not in os.environ:  # before JAX is imported
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU may be shared
+
+import evaluate
+import jax
+import jax.experimental
+import numpy as np
+import pytest
+import record
+
+if not hasattr(jax, "enable_x64"):  # jax < 0.8
+    jax.enable_x64 = jax.experimental.enable_x64
+
+
+def _backends() -> list[str]:
+    try:
+        return ["cpu", "cuda"] if jax.devices("cuda") else ["cpu"]
+    except RuntimeError:  # no such backend in this process
+        return ["cpu"]
+
+
+BACKENDS = _backends()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-gpu-run",
+        metavar="PATH",
+        type=pathlib.Path,
+        help="append device, counts and native source digest to this JSON list, if a GPU ran and nothing failed",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large: needs tens of GiB of GPU memory")
+    if config.getoption("--record-gpu-run") and "cuda" not in BACKENDS:
+        raise pytest.UsageError("--record-gpu-run: JAX finds no GPU here")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`backend` alone, or `backend` and `dtype` together: every pair that is served here."""
+    if "dtype" in metafunc.fixturenames and "backend" in metafunc.fixturenames:
+        pairs = [(backend, dtype) for backend in BACKENDS for dtype in evaluate.DTYPES[backend]]
+        metafunc.parametrize(("backend", "dtype"), pairs, ids=["-".join(pair) for pair in pairs])
+    elif "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture
+def device(backend: str) -> jax.Device:
+    return jax.devices(backend)[0]
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the test's name only."""
+    return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request: pytest.FixtureRequest):
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--record-gpu-run")
+    if path is None:
+        return
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+    counts = {name: len(stats.get(name, [])) for name in ("passed", "failed", "skipped")}
+    if exitstatus != pytest.ExitCode.OK or counts["failed"]:
+        print(f"\n{path} is left as it is: not every test passed", file=sys.stderr)
+        return
+    record.append(path, counts)
