@@ -179,7 +179,7 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 def _shaped(name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, int]], may_share: bool = True) -> Any:
     """x as [*#B, *axes]. Without batch axes at all it is shared by all of them, unless that could be misread."""
-    sizes = tuple(size for _, size in axes)
+    given, sizes = x.shape, tuple(size for _, size in axes)
     if len(axes) < 2 and x.ndim == len(axes):
         x = x.reshape((1,) * len(batch) + x.shape)
     full = (*batch, *sizes)
@@ -191,7 +191,7 @@ def _shaped(name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, i
         letters = ", ".join(["...", *(letter for letter, _ in axes)])
         ones = "each of which may be 1" if may_share else "where each of ... may be 1"
         raise ValueError(
-            f"{name} has shape {x.shape}; it must be [{letters}] = {full}, {ones}; ... are the {len(batch)} batch axes "
+            f"{name} has shape {given}; it must be [{letters}] = {full}, {ones}; ... are the {len(batch)} batch axes "
             "of query. Insert axes of size 1 to share it."
         )
     return x
