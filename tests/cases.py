@@ -14,7 +14,7 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Case:
     id: str
     edge: str  # what it guards
@@ -225,6 +225,9 @@ REFERENCE_CASES = [
          operands={"bias": _bias(2, 4, 20, 28, key=(np.s_[..., 3], -np.inf), row=(np.s_[:, 1, 6], -np.inf))}),
     Case("bias-lowest", "finfo.min is a number: a row of it is a plain mean", 20, 28, 4, 2, 16,
          operands={"bias": _bias(2, 4, 20, 28, row=(np.s_[:, 1, 6], LOWEST), some=(np.s_[..., 7, :9], LOWEST))}),
+    Case("bias-lowest-float16", "the same of a bias in 16 bits", 20, 28, 4, 2, 16, keywords=CAUSAL | BOTTOM_RIGHT,
+         operands={"bias": _bias(2, 1, 20, 28, row=(np.s_[0, :, 6:], -65504), some=(np.s_[1, ..., 11:], -65504))
+                   .astype(np.float16)}),
     Case("mask", "a row that reads nothing, a key nobody reads, both NaN", 21, 28, 4, 2, 16, spoil=_nan_where_masked,
          operands={"mask": _mask(2, 1, 21, 28)}),
     Case("mask-heads", "heads of a group read different keys; one mask for all queries", 21, 28, 4, 2, 16,
@@ -256,5 +259,5 @@ REFERENCE_CASES = [
                    "scale": _floats(0.5, -0.25)}),
 ]  # fmt: skip
 
-BY_ID = {case.id: case for case in CASES + REFERENCE_CASES}
-assert len(BY_ID) == len(CASES + REFERENCE_CASES)
+ALL = CASES + REFERENCE_CASES
+assert len({case.id for case in ALL}) == len(ALL)

@@ -19,16 +19,6 @@ if not hasattr(jax, "enable_x64"):  # jax < 0.8
     jax.enable_x64 = jax.experimental.enable_x64
 
 
-def _backends() -> list[str]:
-    try:
-        return ["cpu", "cuda"] if jax.devices("cuda") else ["cpu"]
-    except RuntimeError:  # no such backend in this process
-        return ["cpu"]
-
-
-BACKENDS = _backends()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-gpu-run",
@@ -39,18 +29,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "large: needs tens of GiB of GPU memory")
-    if config.getoption("--record-gpu-run") and "cuda" not in BACKENDS:
+    config.addinivalue_line("markers", "large: needs a GPU, and up to 40 GiB of its memory")
+    if config.getoption("--record-gpu-run") and "cuda" not in evaluate.BACKENDS:
         raise pytest.UsageError("--record-gpu-run: JAX finds no GPU here")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` alone, or `backend` and `dtype` together: every pair that is served here."""
     if "dtype" in metafunc.fixturenames and "backend" in metafunc.fixturenames:
-        pairs = [(backend, dtype) for backend in BACKENDS for dtype in evaluate.DTYPES[backend]]
+        pairs = [(backend, dtype) for backend in evaluate.BACKENDS for dtype in evaluate.DTYPES[backend]]
         metafunc.parametrize(("backend", "dtype"), pairs, ids=["-".join(pair) for pair in pairs])
     elif "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", BACKENDS)
+        metafunc.parametrize("backend", evaluate.BACKENDS)
 
 
 @pytest.fixture

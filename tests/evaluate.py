@@ -15,13 +15,22 @@ import oracle
 from jax_flash2 import attention, reference
 from jax_flash2.testing import assert_accurate
 
+
+def _backends() -> list[str]:
+    try:
+        return ["cpu", "cuda"] if jax.devices("cuda") else ["cpu"]
+    except RuntimeError:  # no such backend in this process
+        return ["cpu"]
+
+
+BACKENDS = _backends()
 DTYPES = {"cpu": ("float32", "float64", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
 Result = dict[str, Any]
 
 
 def names(case: cases.Case) -> tuple[str, ...]:
     """The gradients that a case has."""
-    return ("dquery", "dkey", "dvalue", *(f"d{name}" for name, x in case.operands.items() if x.dtype == np.float32))
+    return ("dquery", "dkey", "dvalue", *(f"d{name}" for name, x in case.operands.items() if x.dtype.kind == "f"))
 
 
 def rounded(arrays: cases.Arrays, dtype: str) -> cases.Arrays:
@@ -31,19 +40,18 @@ def rounded(arrays: cases.Arrays, dtype: str) -> cases.Arrays:
 
 
 @functools.cache
-def exact(case_id: str, dtype: str) -> Result:
+def exact(case: cases.Case, dtype: str) -> Result:
     # float64 kernels are measured against something wider still.
-    return _oracle(case_id, dtype, np.longdouble if dtype == "float64" else np.float64, p_from_lse=False)
+    return _oracle(case, dtype, np.longdouble if dtype == "float64" else np.float64, p_from_lse=False)
 
 
 @functools.cache
-def plain(case_id: str, dtype: str) -> Result:
+def plain(case: cases.Case, dtype: str) -> Result:
     """The same mathematics as the kernels', plainly done where they accumulate: in float32, or float64 for float64."""
-    return _oracle(case_id, dtype, np.float64 if dtype == "float64" else np.float32, p_from_lse=True)
+    return _oracle(case, dtype, np.float64 if dtype == "float64" else np.float32, p_from_lse=True)
 
 
-def _oracle(case_id: str, dtype: str, real: Any, p_from_lse: bool) -> Result:
-    case = cases.BY_ID[case_id]
+def _oracle(case: cases.Case, dtype: str, real: Any, p_from_lse: bool) -> Result:
     keywords = {name: x for name, x in case.keywords.items() if name != "deterministic"}
     operands = dict(case.operands)
     if "dropout_rng" in operands:  # one seed for each batch row and head, as jax_flash2 documents
@@ -52,14 +60,14 @@ def _oracle(case_id: str, dtype: str, real: Any, p_from_lse: bool) -> Result:
 
 
 @functools.cache
-def kernel(case_id: str, dtype: str, backend: str) -> Result:
-    return _run(attention, case_id, dtype, backend, {"implementation": backend})
+def kernel(case: cases.Case, dtype: str, backend: str) -> Result:
+    return _run(attention, case, dtype, backend, {"implementation": backend})
 
 
 @functools.cache
-def jax_reference(case_id: str, dtype: str) -> Result:
+def jax_reference(case: cases.Case, dtype: str) -> Result:
     # Unoptimised it compiles in a quarter of the time.
-    return _run(reference.attention, case_id, dtype, "cpu", {}, {"xla_backend_optimization_level": 0})
+    return _run(reference.attention, case, dtype, "cpu", {}, {"xla_backend_optimization_level": 0})
 
 
 def differentiated(call: Any, static: dict[str, Any]) -> Any:
@@ -77,9 +85,8 @@ def differentiated(call: Any, static: dict[str, Any]) -> Any:
 
 
 def _run(
-    call: Any, case_id: str, dtype: str, backend: str, more: dict[str, Any], options: dict[str, Any] | None = None
+    call: Any, case: cases.Case, dtype: str, backend: str, more: dict[str, Any], options: dict[str, Any] | None = None
 ) -> Result:
-    case = cases.BY_ID[case_id]
     with jax.enable_x64(dtype == "float64"), jax.default_device(jax.devices(backend)[0]):
         arrays = {name: jnp.asarray(x) for name, x in (rounded(case.arrays(), dtype) | dict(case.operands)).items()}
         cotangents = arrays.pop("dout"), arrays.pop("dlse")
@@ -91,10 +98,18 @@ def _run(
         return jax.tree.map(np.asarray, result)
 
 
-def check(got: Result, case_id: str, dtype: str, *keys: str) -> None:
+def check(got: Result, case: cases.Case, dtype: str, *keys: str) -> None:
     """Raises unless these arrays are within the bound of jax_flash2.testing."""
     for name in keys:
         own = got[name].dtype  # an lse is float32 or better whatever the inputs are, and the gradient of scale float32
         if name != "lse":
             own = max(own, jnp.dtype(dtype), key=lambda x: float(jnp.finfo(x).eps))
-        assert_accurate(got[name], plain(case_id, dtype)[name], exact(case_id, dtype)[name], own, name)
+        assert_accurate(got[name], plain(case, dtype)[name], exact(case, dtype)[name], own, name)
+
+
+def check_zeros(got: Result, case: cases.Case, dtype: str) -> None:
+    """Exactly 0: out and dquery of queries that read nothing, dkey and dvalue of keys that nobody reads."""
+    truth = exact(case, dtype)
+    empty, unread = np.isneginf(truth["lse"]), (truth["dvalue"] == 0).all(-1)
+    for name, where in (("out", empty), ("dquery", empty), ("dkey", unread), ("dvalue", unread)):
+        np.testing.assert_array_equal(got[name][where], 0, err_msg=name)

@@ -1,4 +1,4 @@
-"""dot_product_attention is jax.nn's on our kernels: same signature, shapes and values, but for two documented points."""
+"""dot_product_attention is jax.nn's on our kernels: same signature, shapes and values, but for two stated points."""
 
 import inspect
 

@@ -61,6 +61,7 @@ BR, TL = {"causal_alignment": "bottom_right"}, {"causal_alignment": "top_left"}
         ({"local_window_size": (np.int64(0), None), **BR}, {"window_left": 0, "bottom_right": True}),
         ({"local_window_size": [None, 2], **TL}, {"window_right": 2}),
         ({"local_window_size": (4, 2), "is_causal": True, **TL}, {"window_left": 4, "window_right": 0}),
+        ({"local_window_size": (16, 0), **TL}, {"window_left": 16, "window_right": 0}),  # needs no is_causal
         ({"local_window_size": (2**70, 2**29), **TL}, {}),
         # Where the alignment cannot matter one program is enough.
         (BR, {}),
