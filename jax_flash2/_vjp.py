@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
@@ -76,7 +77,7 @@ def _sum_to(gradient: Any, operand: Any) -> Any:
     pairs = enumerate(zip(gradient.shape, operand.shape, strict=True))
     shared = tuple(i for i, (full, own) in pairs if own == 1 and full != 1)
     if shared:
-        wide = jnp.promote_types(gradient.dtype, jnp.float32)
+        wide = np.promote_types(gradient.dtype, np.float32)
         gradient = jnp.sum(gradient.astype(wide), axis=shared, keepdims=True)
     return gradient.astype(operand.dtype)
 

@@ -48,13 +48,19 @@ struct BackwardOrder {
   }
 };
 
-// A barrier of all warps whose arrival and wait are apart. Each warp arrives with one lane.
+// A barrier of all warps whose arrival and wait are apart. Each warp arrives with one lane, after its own barrier. A race
+// checker, which follows lanes and not warps, takes that for a race: for it alone every lane arrives.
 struct Gate {
+#ifdef JAX_FLASH2_RACECHECK
+  static constexpr int kArrivals = 32;
+#else
+  static constexpr int kArrivals = 1;  // of a warp
+#endif
   uint32_t address;
 
   __device__ __forceinline__ void arrive() const {
     __syncwarp();  // the arriving lane speaks for the others
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(address);
+    if (threadIdx.x % 32 < kArrivals) ptx::mbarrier_arrive(address);
   }
   __device__ __forceinline__ void wait(uint32_t parity) const {
     while (!ptx::mbarrier_test_wait_parity(address, parity)) {
@@ -115,7 +121,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   uint32_t ticket = blockIdx.x;
   if (threadIdx.x == 0) {
     for (uint32_t gate : {arrived.address, exchanged.address, left.address})
-      ptx::mbarrier_init(gate, Config::kTile.warps());
+      ptx::mbarrier_init(gate, Config::kTile.warps() * Gate::kArrivals);
     if (order.ordered) {
       int* const tickets = p.order.at<int>(p.batch(0)) + (p.T + 31) / 32;
       ptx::st_shared_b32(gates_s + 24, atomicAdd(tickets, 1));

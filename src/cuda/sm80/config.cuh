@@ -1,4 +1,4 @@
-// Tile sizes of the sm_80 kernels: data, and what follows from it. Why each: see the measurements beside them.
+// Tile sizes of the sm_80 forward: data, and what follows from it. What was tried beside them: docs/performance.md.
 #pragma once
 #include <cstdint>
 
@@ -20,8 +20,8 @@ struct ForwardTile {
   constexpr int shared_bytes() const { return (rows + 2 * stages * keys) * head_dim * 2; }
 };
 
-// Shared memory that a block may have: compute capability 8.0, 9.0, 10.x; and the rest (8.6, 8.9, 12.x).
-inline constexpr int kSharedBytesLarge = 163 * 1024, kSharedBytesSmall = 99 * 1024;
+// Shared memory that a block may have where there is least: compute capability 8.6, 8.9, 12.x. 8.0 has 163 KB.
+inline constexpr int kSharedBytesSmall = 99 * 1024;
 
 // 32 rows a warp up to head dim 128, so that each fragment of K and V read from shared memory is used twice: at 16 rows
 // shared memory is the bound. Above that the output would not fit in registers.
@@ -30,7 +30,7 @@ struct ForwardConfig;
 template <>
 struct ForwardConfig<64> {
   static constexpr ForwardTile kTile{
-      .head_dim = 64, .rows = 128, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = true};
+      .head_dim = 64, .rows = 128, .keys = 64, .warps = 4, .stages = 2, .blocks_per_sm = 2, .q_in_registers = true};
 };
 template <>
 struct ForwardConfig<96> {
@@ -50,11 +50,16 @@ struct ForwardConfig<192> {
 template <>
 struct ForwardConfig<256> {
   static constexpr ForwardTile kTile{
-      .head_dim = 256, .rows = 64, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 2, .q_in_registers = false};
+      .head_dim = 256, .rows = 128, .keys = 64, .warps = 8, .stages = 1, .blocks_per_sm = 1, .q_in_registers = false};
 };
 
 // Of the head dims whose tile does not fit into kSharedBytesSmall.
 template <int kHeadDim>
 struct ForwardConfigSmall;
+template <>
+struct ForwardConfigSmall<256> {
+  static constexpr ForwardTile kTile{
+      .head_dim = 256, .rows = 64, .keys = 64, .warps = 4, .stages = 1, .blocks_per_sm = 1, .q_in_registers = false};
+};
 
 }  // namespace jax_flash2::cuda::sm80

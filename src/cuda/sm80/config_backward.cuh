@@ -75,15 +75,15 @@ struct BackwardConfig<96> {
                                       .blocks_per_sm = 2};
 };
 template <>
-struct BackwardConfig<128> {
+struct BackwardConfig<128> {  // 128 keys a block: half the additions to dQ of 64
   static constexpr BackwardTile kTile{.head_dim = 128,
                                       .queries = 64,
-                                      .keys = 64,
-                                      .warps_keys = 2,
+                                      .keys = 128,
+                                      .warps_keys = 4,
                                       .warps_across = 2,
                                       .warps_dq_rows = 2,
                                       .sub_queries = 32,
-                                      .blocks_per_sm = 2};
+                                      .blocks_per_sm = 1};
 };
 template <>
 struct BackwardConfig<192> {
@@ -106,6 +106,17 @@ struct BackwardConfig<256> {
                                       .warps_dq_rows = 2,
                                       .sub_queries = 16,
                                       .blocks_per_sm = 1};
+};
+template <>
+struct BackwardConfigSmall<128> {
+  static constexpr BackwardTile kTile{.head_dim = 128,
+                                      .queries = 64,
+                                      .keys = 64,
+                                      .warps_keys = 2,
+                                      .warps_across = 2,
+                                      .warps_dq_rows = 2,
+                                      .sub_queries = 32,
+                                      .blocks_per_sm = 2};
 };
 template <>
 struct BackwardConfigSmall<192> {
