@@ -37,6 +37,7 @@ def _x64() -> contextlib.AbstractContextManager:
 def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
     """Attention and its gradient, operands rounded to `narrow` before each product, sums in `wide`."""
     left, right, offset = bounds
+    scale = scale.astype(wide)
 
     def dot(spec, a, b):
         a, b = a.astype(narrow), b.astype(narrow)
@@ -80,10 +81,13 @@ def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
 @functools.partial(jax.jit, static_argnames="dtype")
 def _exact_and_excused(q, k, v, g, bounds, scale, dtype):
     exact = _answer(q, k, v, g, bounds, scale, narrow=jnp.float64, wide=jnp.float64)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
     plain = _answer(q, k, v, g, bounds, scale, narrow=dtype, wide=wide)
     eps = jnp.finfo(dtype).eps
-    excused = [2 * jnp.max(jnp.abs(p - e)) + 8 * eps * jnp.max(jnp.abs(e)) for p, e in zip(plain, exact, strict=True)]
+    excused = [
+        2 * jnp.max(jnp.abs(p.astype(e.dtype) - e)) + 8 * float(eps) * jnp.max(jnp.abs(e))
+        for p, e in zip(plain, exact, strict=True)
+    ]
     return exact, jnp.stack(excused)
 
 

@@ -40,6 +40,25 @@ _JSON = flags.DEFINE_string("json", None, 'write {"meta", "rows"} to this file, 
 _PLOT = flags.DEFINE_string("plot", None, "write a PNG to this file")
 
 
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The matrix product whose rate in this run figures are shares of."""
+
+    what: str
+    flops: float
+    timer: Timer
+
+    @classmethod
+    def make(cls) -> "Matmul":
+        n, dtype = (8192, jnp.bfloat16) if on_gpu() else (2048, jnp.float32)
+        keys = jax.random.split(jax.random.key(7))
+        a, b = (jax.random.normal(key, (n, n), jnp.float32).astype(dtype) for key in keys)
+        product = jax.jit(lambda a, b: a @ b)
+        timer = Timer(lambda: product(a, b), jax.block_until_ready, on_gpu())
+        timer.run(1)  # compiles
+        return cls(f"{jnp.dtype(dtype).name} {n}^3", 2.0 * n**3, timer)
+
+
 class Run:
     """One run's state: what was found, measured and left out."""
 
@@ -47,7 +66,8 @@ class Run:
         self.implementations, self.modes, self.protocol, self.seed = implementations, modes, protocol, seed
         self.rows: list[dict] = []
         self.left_out: list[dict] = []
-        self.matmul_flops = 0.0
+        self.matmul: Matmul | None = None
+        self.matmul_rate = 0.0
         self._random = random.Random(seed)
 
     def leave_out(self, case: cases.Case, mode: str, name: str, reason: str) -> None:
@@ -61,60 +81,57 @@ class Run:
         check = Check(case, inputs, self.seed)
         timers: dict[str, dict[str, Timer]] = {mode: {} for mode in self.modes}
         for implementation in self.implementations:
-            modes = list(self.modes)
-            try:
-                reason = implementation.refuses(case)
-                if reason is None:
-                    loaded = implementation.load(case, inputs)
-                    while modes:
-                        reason = check.fault(loaded.answer(modes[0]))
-                        if reason is not None:
-                            self.leave_out(case, modes[0], implementation.name, reason)
-                        else:
-                            timers[modes[0]][implementation.name] = loaded.timer(modes[0])
-                        del modes[0]
-                    continue
-            except Exception as error:  # whatever a rival raises is a reason, not the end of the run
-                reason = first_line(error)
-            for mode in modes:
-                self.leave_out(case, mode, implementation.name, reason)
+            refusal, loaded = implementation.refuses(case), None
+            for mode in self.modes:
+                fault = refusal
+                try:
+                    if fault is None:
+                        loaded = loaded or implementation.load(case, inputs)
+                        fault = check.fault(loaded.answer(mode))
+                        timers[mode][implementation.name] = loaded.timer(mode)
+                except Exception as error:  # whatever a rival raises is a reason, not the end of the run
+                    fault = first_line(error)
+                if fault is not None:
+                    timers[mode].pop(implementation.name, None)
+                    self.leave_out(case, mode, implementation.name, fault)
         return timers
 
+    def time_matmul(self) -> Figure:
+        self.matmul = Matmul.make()
+        guess = self.matmul.timer.guess()
+        figure = Figure.of([self.matmul.timer.measure(self.protocol, guess) for _ in range(self.protocol.rounds)])
+        self.matmul_rate = self.matmul.flops / figure.seconds
+        return figure
+
     def measure(self, case: cases.Case, mode: str, timers: dict[str, Timer], budget: Budget) -> None:
+        # A CPU's rate moves with what else it runs, so there the product is timed beside every cell.
+        timed = timers if on_gpu() else timers | {"matmul": self.matmul.timer}
         guesses: dict[str, float] = {}
-        for name in list(timers):
+        for name in list(timed):
             try:
-                guesses[name] = timers[name].guess()
+                guesses[name] = timed[name].guess()
             except Exception as error:
                 self.leave_out(case, mode, name, first_line(error))
-                del timers[name]
         rounds = budget.rounds(self.protocol.rounds, sum(map(self.protocol.cost, guesses.values())) or 1)
         if not rounds:
             for name in timers:
                 self.leave_out(case, mode, name, "the time budget is spent")
             return
-        seconds: dict[str, list[float]] = {name: [] for name in timers}
+        seconds: dict[str, list[float]] = {name: [] for name in guesses}
         for _ in range(rounds):
-            for name in self._random.sample(list(timers), len(timers)):
-                seconds[name].append(timers[name].measure(self.protocol, guesses[name]))
+            for name in self._random.sample(list(guesses), len(guesses)):
+                seconds[name].append(timed[name].measure(self.protocol, guesses[name]))
+        beside = seconds.pop("matmul", None)
+        matmul = self.matmul.flops / Figure.of(beside).seconds if beside else self.matmul_rate
         cell = []
         for name, each in seconds.items():
-            figure, flops = Figure.of(each), case.flops(mode)
+            figure, rate = Figure.of(each), case.flops(mode) / Figure.of(each).seconds
             cell.append(
-                {"impl": name, "mode": mode, **case.row()}
-                | {"us": figure.seconds * 1e6, "tflops": flops / figure.seconds / 1e12}
-                | {"spread": figure.spread, "rounds": rounds, "of_matmul": flops / figure.seconds / self.matmul_flops}
+                {"impl": name, "mode": mode, **case.row(), "us": figure.seconds * 1e6, "tflops": rate / 1e12}
+                | {"spread": figure.spread, "rounds": rounds, "of_matmul": rate / matmul}
             )
         self.rows += report.with_ratios(cell)
         print(report.line(case, mode, cell), flush=True)
-
-
-def matmul_timer() -> tuple[str, float, Timer]:
-    """(what, FLOPs, timer) of the product that figures are compared with."""
-    n, dtype = (8192, jnp.bfloat16) if on_gpu() else (2048, jnp.float32)
-    a, b = (jax.random.normal(key, (n, n), jnp.float32).astype(dtype) for key in jax.random.split(jax.random.key(7)))
-    product = jax.jit(lambda a, b: a @ b)
-    return f"{jnp.dtype(dtype).name} {n}^3", 2.0 * n**3, Timer(lambda: product(a, b), jax.block_until_ready, on_gpu())
 
 
 def describe() -> dict:
@@ -162,19 +179,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"missing  {name:12s} {reason}")
     run = Run(implementations, modes, protocol, _SEED.value)
 
-    what, flops, timer = matmul_timer()
-    timer.run(1)  # compiles
-    guess = timer.guess()
-    rate = Figure.of([timer.measure(protocol, guess) for _ in range(protocol.rounds)])
-    run.matmul_flops = flops / rate.seconds
-    print(f"matmul   {what}: {run.matmul_flops / 1e12:.4g} TFLOP/s, spread {rate.spread:.1%}")
+    matmul = run.time_matmul()
+    print(f"matmul   {run.matmul.what}: {run.matmul_rate / 1e12:.4g} TFLOP/s, spread {matmul.spread:.1%}")
     print(f"measure  {', '.join(x.name for x in implementations)}: {len(todo)} cases x {', '.join(modes)}")
     least = len(todo) * len(modes) * len(implementations) * protocol.rounds * protocol.cost(1e-3)
     print(f"expect   {least:.0f} s of rests and batches, and compiling", flush=True)
 
     meta = {"command": " ".join(["python -m bench", *sys.argv[1:]]), "suite": suite, "missing": missing}
     meta["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    meta["matmul"] = {"what": what, "tflops": run.matmul_flops / 1e12, "spread": rate.spread}
+    meta["matmul"] = {"what": run.matmul.what, "tflops": run.matmul_rate / 1e12, "spread": matmul.spread}
     meta["protocol"] = dataclasses.asdict(protocol)
     seconds = max(1.0, _TIME_BUDGET.value - (time.perf_counter() - start)) if _TIME_BUDGET.value else 0.0
     budget = Budget(seconds, len(todo) * len(modes))
