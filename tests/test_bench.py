@@ -18,6 +18,13 @@ from bench.check import Check  # noqa: E402
 from bench.rivals import Implementation, JaxImplementation, JaxNN, find, make_inputs  # noqa: E402
 from bench.timing import Budget, Figure, Protocol  # noqa: E402
 
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn's own code needs it
+        yield
+
+
 QUICK = Protocol(rounds=2, batches=1, batch=0.0, rest=0.0)
 SMALL = [dataclasses.replace(case, dtype="float32") for case in cases.small()]
 UNEQUAL = cases.Case(b=2, sq=5, sk=9, h=4, hk=2, d=8, causal=True, dtype="float32")
