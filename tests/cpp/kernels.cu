@@ -10,7 +10,13 @@
 #include "attention_cases.h"
 #include "core/problem.h"
 #include "cuda/element.h"
+#ifdef JAX_FLASH2_TEST_SM90
+#include "cuda/sm90/forward.cuh"
+namespace arch = jax_flash2::cuda::sm90;
+#else
 #include "cuda/sm80/forward.cuh"
+namespace arch = jax_flash2::cuda::sm80;
+#endif
 
 namespace {
 
@@ -98,7 +104,6 @@ struct Call {
 
 template <class Element>
 Status run_forward(const Problem& p) {
-  namespace arch = jax_flash2::cuda::sm80;
   if (p.D <= 64) return arch::forward<Element, 64>(p, nullptr);
   if (p.D <= 96) return arch::forward<Element, 96>(p, nullptr);
   if (p.D <= 128) return arch::forward<Element, 128>(p, nullptr);

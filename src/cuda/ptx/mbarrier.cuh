@@ -27,4 +27,26 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint32_t barrier, uint
   return done != 0;
 }
 
+// ---- sm_90 ----
+
+// Makes this thread's mbarrier_init visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival, and the phase ends no earlier than `bytes` more bytes of asynchronous copies have come.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// As mbarrier_test_wait_parity, but the thread sleeps for a while before it answers no.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
 }  // namespace jax_flash2::cuda::ptx

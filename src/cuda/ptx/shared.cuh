@@ -42,6 +42,11 @@ __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
 }
 
+// *address |= x, without an answer.
+__device__ __forceinline__ void red_shared_or_b32(uint32_t address, uint32_t x) {
+  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ uint32_t ld_shared_b32(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));

@@ -1,0 +1,72 @@
+// Tensors of a Problem as TMA sees them. Host code, and the one device function that finds a batch row in such a map.
+// Maps are encoded in each call, for addresses change, and travel as kernel parameters.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/problem.h"
+
+namespace jax_flash2::cuda::sm90 {
+
+// A tensor [*B, length, heads, D] under a four-dimensional map (column, row, head, batch). All batch axes together are one
+// dimension of the map: its step is the smallest stride among them, of which the others are multiples in any dense array.
+struct MappedTensor {
+  CUtensorMap map;
+  int32_t batch_step[kMaxBatchAxes];  // what one step along an axis adds to the map's batch coordinate
+
+  JAX_FLASH2_HD int batch(const Batch& b) const {
+    int at = 0;
+    for (int a = 0; a < kMaxBatchAxes; a++) at += b.at[a] * batch_step[a];
+    return at;
+  }
+};
+
+// Box: `box_rows` rows of `panel_cols` columns of one head, laid down in shared memory as a panel of tile::SharedTile.
+struct TensorMapShape {
+  int length, heads, head_dim, panel_cols, box_rows;
+};
+
+inline Status encode_tensor_map(const Problem& p, const Tensor& tensor, TensorMapShape shape, MappedTensor* result) {
+  constexpr int64_t kBytes = 2;  // of an element
+  int64_t step = 0;
+  for (int a = 0; a < kMaxBatchAxes; a++) {
+    const int64_t stride = p.batch_sizes[a] > 1 ? tensor.batch[a] : 0;
+    if (stride != 0) step = step == 0 ? stride : std::min(step, stride);
+  }
+  int64_t batches = 1;
+  for (int a = 0; a < kMaxBatchAxes; a++) {
+    const int64_t stride = p.batch_sizes[a] > 1 ? tensor.batch[a] : 0;
+    if (stride != 0 && stride % step != 0) return {"batch strides that are no multiples of the smallest one"};
+    result->batch_step[a] = stride == 0 ? 0 : int32_t(stride / step);
+    batches += int64_t(p.batch_sizes[a] - 1) * result->batch_step[a];
+  }
+  if (batches > INT32_MAX) return {"more batch rows than a tensor map holds"};
+
+  // A stride along an axis of size 1 is never used, but must look like one.
+  const auto stride_bytes = [&](int64_t stride, int64_t size) { return cuuint64_t(size > 1 ? stride * kBytes : 16); };
+  const cuuint64_t sizes[4] = {cuuint64_t(shape.head_dim), cuuint64_t(shape.length), cuuint64_t(shape.heads),
+                               cuuint64_t(batches)};
+  const cuuint64_t strides[3] = {stride_bytes(tensor.row, shape.length), stride_bytes(tensor.head, shape.heads),
+                                 stride_bytes(step, batches)};
+  const cuuint32_t box[4] = {cuuint32_t(shape.panel_cols), cuuint32_t(shape.box_rows), 1, 1};
+  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found) !=
+          cudaSuccess ||
+      found != cudaDriverEntryPointSuccess) {
+    return {"the CUDA driver has no cuTensorMapEncodeTiled"};
+  }
+  const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol)(
+      &result->map, p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+      tensor.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      shape.panel_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return {encoded == CUDA_SUCCESS ? nullptr : "an operand's address or strides are none that a tensor map takes"};
+}
+
+}  // namespace jax_flash2::cuda::sm90
