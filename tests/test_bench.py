@@ -20,8 +20,9 @@ from bench.timing import Budget, Figure, Protocol  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # jax.nn's own code needs it
+def _what_jax_nn_needs():
+    """Implicit promotion in its own code, and a device that does not round its float32 products to TF32."""
+    with jax.numpy_dtype_promotion("standard"), jax.default_device(jax.devices("cpu")[0]):
         yield
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
-TINY = "--layers 1 --width 32 --heads 2 --sequence 48 --batch 8"
+TINY = "--layers 1 --width 32 --heads 2 --sequence 48 --batch 8 --learning_rate 0.003"
 
 
 def example(arguments: str) -> str:
