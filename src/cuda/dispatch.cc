@@ -28,9 +28,12 @@ Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   }
   const char* arch = arch_for(major, minor);
   if (!arch) return {"CUDA kernels need compute capability 8.0 or newer"};
-  for (const Instance& i : kInstances) {
-    if (i.head_dim >= p.D && !std::strcmp(i.arch, arch) && !std::strcmp(i.pass, pass) && !std::strcmp(i.dtype, dtype)) {
-      return i.run(p, stream);
+  for (const char* candidate : {arch, "sm80"}) {
+    for (const Instance& i : kInstances) {
+      if (i.head_dim >= p.D && !std::strcmp(i.arch, candidate) && !std::strcmp(i.pass, pass) &&
+          !std::strcmp(i.dtype, dtype)) {
+        return i.run(p, stream);
+      }
     }
   }
   return {"no CUDA kernel of this build serves this head dim; see jax_flash2.capabilities()"};
@@ -40,7 +43,10 @@ Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
 
 std::span<const Instance> instances() { return kInstances; }
 
-const char* arch_for(int major, int /*minor*/) { return major >= 8 ? "sm80" : nullptr; }
+const char* arch_for(int major, int minor) {
+  if (major == 9 && minor == 0) return "sm90";
+  return major >= 8 ? "sm80" : nullptr;
+}
 
 Status forward(const Problem& p, cudaStream_t stream) { return dispatch("forward", p, stream); }
 

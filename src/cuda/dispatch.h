@@ -17,7 +17,8 @@ struct Instance {
 // Everything compiled in, head dims ascending.
 std::span<const Instance> instances();
 
-// The kernels that a device of this compute capability runs; null when it can run none.
+// The kernels made for a device of this compute capability; null when it can run none. What they lack, those of sm80,
+// which every device from 8.0 up runs, serve.
 const char* arch_for(int major, int minor);
 
 }  // namespace jax_flash2::cuda
