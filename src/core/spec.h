@@ -5,10 +5,12 @@
 #pragma once
 #include <cstdint>
 
+// Always inlined on the host too: the CPU kernels compile the laws once per instruction set, and a shared out-of-line copy
+// could hold instructions that the machine lacks.
 #if defined(__CUDACC__)
 #define JAX_FLASH2_HD __host__ __device__ __forceinline__
 #else
-#define JAX_FLASH2_HD inline
+#define JAX_FLASH2_HD inline __attribute__((always_inline))
 #endif
 
 namespace jax_flash2 {

@@ -19,11 +19,11 @@ class Backward {
   using Real = typename RealOf<E>::type;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   // All of these fix the order of summation, so they depend on nothing but the shapes.
-  static constexpr int kQueries = 64;   // of a query tile
-  static constexpr int kKeys = 256;     // of a task, at most: so many share a packed query tile
-  static constexpr int kFewKeys = 64;   // of a task, at least
-  static constexpr int kTasks = 64;     // wanted, so that one head keeps many threads busy
-  static constexpr int kSub = 64;       // keys whose scores exist at a time
+  static constexpr int kQueries = 64;  // of a query tile
+  static constexpr int kKeys = 256;    // of a task, at most: so many share a packed query tile
+  static constexpr int kFewKeys = 64;  // of a task, at least
+  static constexpr int kTasks = 64;    // wanted, so that one head keeps many threads busy
+  static constexpr int kSub = 64;      // keys whose scores exist at a time
 
  public:
   Backward(const Problem& p, const Ops<E>& ops) : p(p), ops(ops) {}
@@ -34,54 +34,65 @@ class Backward {
     query_tiles_ = (p.T + queries_ - 1) / queries_;
     keys_ = kKeys;
     while (keys_ > kFewKeys && key_heads * ((int64_t{p.S} + keys_ - 1) / keys_) < kTasks) keys_ /= 2;
-    lds_ = queries_ + ops.lanes, ldd_ = padded(p.D), lddv_ = padded(p.Dv);
+    lds_ = stride(queries_), ldd_ = stride(p.D), lddv_ = stride(p.Dv);
 
     delta_ = allocate<Real>(heads * p.T);
     turns_.reset(new (std::nothrow) Turn[heads * query_tiles_]);
     if constexpr (sizeof(E) < sizeof(Real)) dq_ = allocate<Real>(heads * p.T * p.D);
     const int64_t tiles = (int64_t{p.S} + keys_ - 1) / keys_, count = key_heads * tiles;
-    const int n_workers = workers(executor, count);
+    const double work = 5.0 * heads * p.T * p.S * (p.D + p.Dv) / 2;
+    const int n_workers = workers(executor, count, work);
     const int64_t each = scratch(nullptr).size;
     const auto memory = allocate<Real>(each * n_workers);
     if (!memory || !delta_ || !turns_ || (sizeof(E) < sizeof(Real) && !dq_))
       return {"out of host memory for the tiles of the backward pass"};
 
     const int64_t prologues = heads * query_tiles_;
-    parallel_for(executor, workers(executor, prologues / 16), prologues, [&](int64_t x, int) {
+    parallel_for(executor, workers(executor, prologues, 1.0 * heads * p.T * p.Dv), prologues, [&](int64_t x, int) {
       const int64_t head = x / query_tiles_;
       prologue(p.batch(static_cast<int>(head / p.N)), head, static_cast<int>(x % query_tiles_) * queries_);
     });
     // Key tiles outermost: neighbours in time add to different heads and seldom wait for each other.
     parallel_for(executor, n_workers, count, [&](int64_t x, int worker) {
-      task(static_cast<int>(x % key_heads), static_cast<int>(x / key_heads), scratch(memory.get() + worker * each));
+      task(x % key_heads, static_cast<int>(x / key_heads), scratch(memory.get() + worker * each));
     });
     return {};
   }
 
  private:
   struct Scratch {
-    Real *k, *v, *dk, *dv;        // [keys_][ldd_ | lddv_]
-    Real *q, *dout;               // [queries_][ldd_ | lddv_], q scaled
-    Real *q_t, *dout_t;           // [D | Dv][lds_], q scaled
-    Real *s, *dp;                 // [kSub][lds_]
-    Real *dq;                     // [queries_][ldd_]
-    Real *lse, *delta;            // [queries_]
-    Real *begin, *end;            // [queries_]
+    Real *k, *v, *dk, *dv;  // [keys_][ldd_ | lddv_]
+    Real *q, *dout;         // [queries_][ldd_ | lddv_], q scaled
+    Real *q_t, *dout_t;     // [D | Dv, padded][lds_], q scaled
+    Real *s, *dp;           // [kSub][lds_]
+    Real* dq;               // [queries_][ldd_]
+    Real *lse, *delta;      // [queries_]
+    Real *begin, *end;      // [queries_]
     int64_t size;
   };
 
   // Rows start on a vector and, where the dim is a power of two, not all in the same cache set.
-  int64_t padded(int cols) const { return round_up(cols, ops.lanes) + ops.lanes; }
+  int64_t stride(int cols) const { return padded(cols) + ops.lanes; }
+  int padded(int n) const { return static_cast<int>(round_up(n, ops.lanes)); }
 
   Scratch scratch(Real* base) const {
     Carve<Real> carve(base);
     const int64_t keys = min_(p.S, keys_), sub = min_(p.S, kSub);
-    Scratch s{.k = carve(keys * ldd_), .v = carve(keys * lddv_), .dk = carve(keys * ldd_), .dv = carve(keys * lddv_),
-              .q = carve(queries_ * ldd_), .dout = carve(queries_ * lddv_),
-              .q_t = carve(p.D * lds_), .dout_t = carve(p.Dv * lds_),
-              .s = carve(sub * lds_), .dp = carve(sub * lds_),
+    Scratch s{.k = carve(keys * ldd_),
+              .v = carve(keys * lddv_),
+              .dk = carve(keys * ldd_),
+              .dv = carve(keys * lddv_),
+              .q = carve(queries_ * ldd_),
+              .dout = carve(queries_ * lddv_),
+              .q_t = carve(padded(p.D) * lds_),
+              .dout_t = carve(padded(p.Dv) * lds_),
+              .s = carve(sub * lds_),
+              .dp = carve(sub * lds_),
               .dq = carve(queries_ * ldd_),
-              .lse = carve(queries_), .delta = carve(queries_), .begin = carve(queries_), .end = carve(queries_),
+              .lse = carve(queries_),
+              .delta = carve(queries_),
+              .begin = carve(queries_),
+              .end = carve(queries_),
               .size = 0};
     s.size = carve.used();
     return s;
@@ -113,24 +124,28 @@ class Backward {
     }
   }
 
-  void task(int key_head, int tile, const Scratch& t) const {
-    const Batch b = p.batch(key_head / p.K);
-    const int kv_head = key_head % p.K, tile0 = tile * keys_, tile1 = min_(p.S, tile0 + keys_);
+  // Keys [tile * keys_, ...) of a key head, counted over batches.
+  void task(int64_t key_head, int tile, const Scratch& t) const {
+    const int row = static_cast<int>(key_head / p.K), kv_head = static_cast<int>(key_head % p.K);
+    const Batch b = p.batch(row);
     const Mask mask = p.mask(b);
-    const Range live = mask.live_keys();
+    const Range live = mask.live_keys(), live_queries = mask.live_queries();
+    const int tile0 = tile * keys_, tile1 = min_(p.S, tile0 + keys_);
     const int j0 = clamp_(live.begin, tile0, tile1), j1 = clamp_(live.end, j0, tile1);
     if (j0 < j1) {
-      ops.pack(view<const E>(p.k, b, kv_head, j0), j1 - j0, p.D, 1, t.k, ldd_);
-      ops.pack(view<const E>(p.v, b, kv_head, j0), j1 - j0, p.Dv, 1, t.v, lddv_);
+      ops.pack(view<const E>(p.k, b, kv_head, j0), j1 - j0, p.D, 1, {t.k, ldd_});
+      ops.pack(view<const E>(p.v, b, kv_head, j0), j1 - j0, p.Dv, 1, {t.v, lddv_});
       std::fill_n(t.dk, (j1 - j0) * ldd_, Real(0));
       std::fill_n(t.dv, (j1 - j0) * lddv_, Real(0));
       const Tiles tiles = mask.query_tiles(tile0, tile1, queries_);
-      for (int g = 0; g < p.group(); g++)
+      for (int n = kv_head * p.group(); n < (kv_head + 1) * p.group(); n++)
         // Backwards: under a causal mask the next task then starts where this one has passed already.
-        for (int x = tiles.end - 1; x >= tiles.begin; x--)
-          query_tile(mask, b, kv_head * p.group() + g, x, tile, {j0, j1}, t);
-      ops.unpack(t.dk, ldd_, j1 - j0, p.D, 1, view<E>(p.dk, b, kv_head, j0));
-      ops.unpack(t.dv, lddv_, j1 - j0, p.Dv, 1, view<E>(p.dv, b, kv_head, j0));
+        for (int x = tiles.end - 1; x >= tiles.begin; x--) {
+          const int first = max_(x * queries_, live_queries.begin), last = min_((x + 1) * queries_, live_queries.end);
+          query_tile(mask, {b, n, int64_t{row} * p.N + n, x, first, last}, tile, {j0, j1}, t);
+        }
+      ops.unpack({t.dk, ldd_, 1}, j1 - j0, p.D, 1, view<E>(p.dk, b, kv_head, j0));
+      ops.unpack({t.dv, lddv_, 1}, j1 - j0, p.Dv, 1, view<E>(p.dv, b, kv_head, j0));
     }
     zero(view<E>(p.dk, b, kv_head, tile0), j0 - tile0, p.D), zero(view<E>(p.dk, b, kv_head, j1), tile1 - j1, p.D);
     zero(view<E>(p.dv, b, kv_head, tile0), j0 - tile0, p.Dv), zero(view<E>(p.dv, b, kv_head, j1), tile1 - j1, p.Dv);
@@ -141,101 +156,102 @@ class Backward {
       for (int c = 0; c < cols; c++) store(to.data + r * to.row + c * to.col, Real(0));
   }
 
-  // Query head n, query tile `x`: what it gives to dK and dV of the packed `keys`, and they to its dQ.
-  void query_tile(const Mask& mask, const Batch& b, int n, int x, int tile, const Range& keys, const Scratch& t) const {
-    const int64_t head = static_cast<int64_t>(row_of(b)) * p.N + n;
-    const auto score = p.template score<Real>(b, n);
-    const Range live = mask.live_queries();
-    const int i0 = x * queries_, i1 = min_(p.T, i0 + queries_);
-    const int first = max_(i0, live.begin), last = min_(i1, live.end), rows = last - first;
-    const int width = static_cast<int>(round_up(rows, ops.lanes));
-    load_queries(b, n, head, first, rows, width, score.scale, t);
+  // The live queries [first, last) of query tile `index` of head n; `head` counts batches and heads.
+  struct Rows {
+    Batch b;
+    int n;
+    int64_t head;
+    int index, first, last;
+    int count() const { return last - first; }
+  };
 
-    bool fresh = true;  // dq holds nothing yet
-    const Range seen = {mask.keys(first).begin, mask.keys(last - 1).end};
-    for (int from = keys.begin; from < keys.end; from += kSub) {
-      const int j0 = max_(from, seen.begin), j1 = min_(min_(from + kSub, keys.end), seen.end);
-      if (j0 >= j1) continue;
-      const bool full = mask.keys(last - 1).begin <= j0 && j1 <= mask.keys(first).end;
-      for (int r = 0; r < width && !full; r++) {
-        const Range row = r < rows ? mask.keys(first + r) : Range{0, 0};
-        t.begin[r] = static_cast<Real>(clamp_(row.begin - j0, 0, j1 - j0));
-        t.end[r] = static_cast<Real>(clamp_(row.end - j0, 0, j1 - j0));
-      }
-      const int64_t at = j0 - keys.begin, m = j1 - j0;
-      const int m32 = static_cast<int>(m);
-      const Real *k = t.k + at * ldd_, *v = t.v + at * lddv_;
-      ops.gemm({.m = m32, .n = width, .k = p.D, .a = k, .a_row = ldd_, .a_col = 1,
-                .b = t.q_t, .ldb = lds_, .c = t.s, .ldc = lds_, .add = false});
-      ops.gemm({.m = m32, .n = width, .k = p.Dv, .a = v, .a_row = lddv_, .a_col = 1,
-                .b = t.dout_t, .ldb = lds_, .c = t.dp, .ldc = lds_, .add = false});
-      ops.gradient({.s = t.s, .dp = t.dp, .keys = m32, .n = width, .ld = lds_,
-                    .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
-                    .score = {Real(1), score.softcap}, .keep = p.keep(b, n), .dscore = p.dscore(b, n),
-                    .i0 = first, .j0 = j0, .lse = t.lse, .delta = t.delta});
-      ops.gemm({.m = m32, .n = width_of(p.Dv), .k = rows, .a = t.s, .a_row = lds_, .a_col = 1,
-                .b = t.dout, .ldb = lddv_, .c = t.dv + at * lddv_, .ldc = lddv_, .add = true});
-      ops.gemm({.m = m32, .n = width_of(p.D), .k = rows, .a = t.dp, .a_row = lds_, .a_col = 1,
-                .b = t.q, .ldb = ldd_, .c = t.dk + at * ldd_, .ldc = ldd_, .add = true});
-      ops.gemm({.m = rows, .n = width_of(p.D), .k = m32, .a = t.dp, .a_row = 1, .a_col = lds_,
-                .b = k, .ldb = ldd_, .c = t.dq, .ldc = ldd_, .add = !fresh});
-      fresh = false;
+  // What a query tile gives to dK and dV of the packed `keys` of task `tile`, and they to its dQ.
+  void query_tile(const Mask& mask, const Rows& rows, int tile, const Range& keys, const Scratch& t) const {
+    load_queries(rows, t);
+    const Range first = mask.keys(rows.first), last = mask.keys(rows.last - 1);
+    const Range seen = {max_(keys.begin, first.begin), min_(keys.end, last.end)};
+    for (int j0 = seen.begin, j1; j0 < seen.end; j0 = j1) {
+      j1 = min_(j0 + kSub, seen.end);
+      const bool full = last.begin <= j0 && j1 <= first.end;
+      if (!full) j1 = min_(j0 + kSub / 2, seen.end);  // a smaller block that is masked in part wastes less
+      block(mask, rows, full, {j0, j1}, keys.begin, t);
     }
-    add_dq(mask, b, n, head, x, tile, first, rows, score.scale, t);
+    add_dq(mask, rows, tile, t);
   }
 
-  int width_of(int cols) const { return static_cast<int>(round_up(cols, ops.lanes)); }
-
-  int64_t row_of(const Batch& b) const {
-    int64_t row = 0;
-    for (int a = 0; a < kMaxBatchAxes; a++) row = row * p.batch_sizes[a] + b.at[a];
-    return row;
+  // The products of the keys `j`, which lie in scratch from `packed` on, and the queries that see one of them.
+  void block(const Mask& mask, const Rows& rows, bool full, const Range& j, int packed, const Scratch& t) const {
+    // Queries r0 and on; r0 is a multiple of the lanes.
+    const int r0 = max_(0, mask.queries(j.begin).begin - rows.first) / ops.lanes * ops.lanes;
+    const int n = min_(rows.count(), mask.queries(j.end - 1).end - rows.first) - r0, width = padded(n),
+              m = j.end - j.begin;
+    for (int r = 0; r < width && !full; r++) {
+      const Range seen = r < n ? mask.keys(rows.first + r0 + r) : Range{0, 0};
+      t.begin[r] = static_cast<Real>(clamp_(seen.begin - j.begin, 0, m));
+      t.end[r] = static_cast<Real>(clamp_(seen.end - j.begin, 0, m));
+    }
+    const Real *k = t.k + (j.begin - packed) * ldd_, *v = t.v + (j.begin - packed) * lddv_;
+    Real *dk = t.dk + (j.begin - packed) * ldd_, *dv = t.dv + (j.begin - packed) * lddv_;
+    ops.gemm({{m, width, p.D}, {k, ldd_, 1}, {t.q_t + r0, lds_}, {t.s, lds_}, /*add=*/false});
+    ops.gemm({{m, width, p.Dv}, {v, lddv_, 1}, {t.dout_t + r0, lds_}, {t.dp, lds_}, /*add=*/false});
+    ops.gradient({.s = {t.s, lds_},
+                  .dp = {t.dp, lds_},
+                  .keys = m,
+                  .n = width,
+                  .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
+                  .score = {Real(1), p.template score<Real>(rows.b, rows.n).softcap},
+                  .keep = p.keep(rows.b, rows.n),
+                  .dscore = p.dscore(rows.b, rows.n),
+                  .i0 = rows.first + r0,
+                  .j0 = j.begin,
+                  .lse = t.lse + r0,
+                  .delta = t.delta + r0});
+    ops.gemm({{m, padded(p.Dv), n}, {t.s, lds_, 1}, {t.dout + r0 * lddv_, lddv_}, {dv, lddv_}, /*add=*/true});
+    ops.gemm({{m, padded(p.D), n}, {t.dp, lds_, 1}, {t.q + r0 * ldd_, ldd_}, {dk, ldd_}, /*add=*/true});
+    ops.gemm({{n, padded(p.D), m}, {t.dp, 1, lds_}, {k, ldd_}, {t.dq + r0 * ldd_, ldd_}, /*add=*/true});
   }
 
-  void load_queries(const Batch& b, int n, int64_t head, int first, int rows, int width, Real scale,
-                    const Scratch& t) const {
-    const auto q = view<const E>(p.q, b, n, first), dout = view<const E>(p.dout, b, n, first);
-    ops.pack(q, rows, p.D, scale, t.q, ldd_);
-    ops.pack(dout, rows, p.Dv, 1, t.dout, lddv_);
-    ops.pack_transposed(q, rows, p.D, scale, t.q_t, lds_);
-    ops.pack_transposed(dout, rows, p.Dv, 1, t.dout_t, lds_);
-    for (int c = 0; c < p.D; c++) std::fill(t.q_t + c * lds_ + rows, t.q_t + c * lds_ + width, Real(0));
-    for (int c = 0; c < p.Dv; c++) std::fill(t.dout_t + c * lds_ + rows, t.dout_t + c * lds_ + width, Real(0));
+  // Packs q * scale and dout both ways, zeros behind their last row, and starts their dQ.
+  void load_queries(const Rows& rows, const Scratch& t) const {
+    const int n = rows.count(), width = padded(n);
+    const Real scale = p.template score<Real>(rows.b, rows.n).scale;
+    ops.pack(view<const E>(p.q, rows.b, rows.n, rows.first), n, p.D, scale, {t.q, ldd_});
+    ops.pack(view<const E>(p.dout, rows.b, rows.n, rows.first), n, p.Dv, 1, {t.dout, lddv_});
+    std::fill_n(t.q + n * ldd_, (width - n) * ldd_, Real(0));
+    std::fill_n(t.dout + n * lddv_, (width - n) * lddv_, Real(0));
+    ops.transpose({t.q, ldd_}, width, padded(p.D), {t.q_t, lds_});
+    ops.transpose({t.dout, lddv_}, width, padded(p.Dv), {t.dout_t, lds_});
+    const Real* lse = p.lse.template at<const Real>(rows.b, rows.n);
     for (int r = 0; r < width; r++) {
-      const Real lse = r < rows ? p.lse.template at<const Real>(b, n)[(first + r) * p.lse.row] : kInfinity;
-      t.lse[r] = lse == -kInfinity ? kInfinity : lse;  // every score of the row was -inf
-      t.delta[r] = r < rows ? delta_[head * p.T + first + r] : Real(0);
+      const Real at = r < n ? lse[(rows.first + r) * p.lse.row] : kInfinity;
+      t.lse[r] = at == -kInfinity ? kInfinity : at;  // a row whose scores are all -inf
+      t.delta[r] = r < n ? delta_[rows.head * p.T + rows.first + r] : Real(0);
     }
+    std::fill_n(t.dq, n * ldd_, Real(0));
   }
 
-  void add_dq(const Mask& mask, const Batch& b, int n, int64_t head, int x, int tile, int first, int rows, Real scale,
-              const Scratch& t) const {
-    const Tiles turns = mask.key_tiles(x * queries_, min_(p.T, (x + 1) * queries_), keys_);
-    Turn& turn = turns_[head * query_tiles_ + x];
+  // Adds the tile's dQ to memory after those of the tasks before; the last one scales and rounds the sum.
+  void add_dq(const Mask& mask, const Rows& rows, int tile, const Scratch& t) const {
+    const int i0 = rows.index * queries_, n = rows.count();
+    const Tiles turns = mask.key_tiles(i0, min_(p.T, i0 + queries_), keys_);
+    const View<Real> sum = dq_sum(rows.b, rows.head, rows.first);
+    Turn& turn = turns_[rows.head * query_tiles_ + rows.index];
     turn.wait_for(tile - turns.begin);
-    const View<Real> sum = dq_sum(b, head, first);
-    for (int r = 0; r < rows; r++) {
-      Real *to = sum.data + r * sum.row, *from = t.dq + r * ldd_;
-      if (tile == turns.begin)
-        for (int c = 0; c < p.D; c++) to[c * sum.col] = from[c];
-      else
-        for (int c = 0; c < p.D; c++) to[c * sum.col] += from[c];
+    ops.accumulate({t.dq, ldd_}, n, p.D, tile != turns.begin, sum);
+    if (tile + 1 == turns.end) {
+      if (p.grads.scale.present()) scale_gradient(rows, sum);
+      const Real scale = p.template score<Real>(rows.b, rows.n).scale;
+      ops.unpack({sum.data, sum.row, sum.col}, n, p.D, scale, view<E>(p.dq, rows.b, rows.n, rows.first));
     }
-    if (tile + 1 == turns.end) finish_dq(b, n, sum, first, rows, scale);
     turn.pass();
   }
 
-  void finish_dq(const Batch& b, int n, const View<Real>& sum, int first, int rows, Real scale) const {
-    const auto q = view<const E>(p.q, b, n, first);
-    const auto dq = view<E>(p.dq, b, n, first);
-    for (int r = 0; r < rows; r++) {
-      const Real* from = sum.data + r * sum.row;
-      if (p.grads.scale.present()) {
-        Real dot = 0;
-        for (int c = 0; c < p.D; c++) dot += load(q.data[r * q.row + c * q.col]) * from[c * sum.col];
-        p.grads.scale.template at<float>(b, n)[(first + r) * p.grads.scale.row] = static_cast<float>(dot);
-      }
-      for (int c = 0; c < p.D; c++) store(dq.data + r * dq.row + c * dq.col, from[c * sum.col] * scale);
+  void scale_gradient(const Rows& rows, const View<Real>& sum) const {
+    for (int r = 0; r < rows.count(); r++) {
+      const auto q = view<const E>(p.q, rows.b, rows.n, rows.first + r);
+      Real dot = 0;
+      for (int c = 0; c < p.D; c++) dot += load(q.data[c * q.col]) * sum.data[r * sum.row + c * sum.col];
+      p.grads.scale.template at<float>(rows.b, rows.n)[(rows.first + r) * p.grads.scale.row] = static_cast<float>(dot);
     }
   }
 

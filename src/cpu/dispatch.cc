@@ -7,9 +7,20 @@
 namespace jax_flash2::cpu {
 namespace {
 
+// The best table that this machine runs.
+const OpsTable& ops() {
+#if defined(__x86_64__)
+  if (ops_avx512() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return *ops_avx512();
+  if (ops_avx2() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *ops_avx2();
+#endif
+  return *ops_baseline();
+}
+
 template <template <class> class Pass, class E>
 Status run(const Problem& p, Executor& executor) {
-  return Pass<E>(p, ops().get<E>()).run(executor);
+  return Pass<E>(p, ops().of(E{})).run(executor);
 }
 
 template <template <class> class Pass>
@@ -24,16 +35,6 @@ Status run(const Problem& p, Executor& executor) {
 }
 
 }  // namespace
-
-const OpsTable& ops() {
-#if defined(__x86_64__)
-  if (ops_avx512() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return *ops_avx512();
-  if (ops_avx2() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *ops_avx2();
-#endif
-  return *ops_baseline();
-}
 
 Status forward(const Problem& p, Executor& executor) { return run<Forward>(p, executor); }
 

@@ -1,5 +1,6 @@
-// The four element types and their conversions to the type that sums are kept in. Knows no tile and no instruction set.
-// Everything here has internal linkage: it is compiled once per instruction set, and the linker must not mix them.
+// The four element types and their conversions to the type that sums are kept in, one at a time or a vector at a time.
+// Knows no tile and no instruction set. The functions have internal linkage: they are compiled once per instruction set,
+// and the linker must not mix the results.
 #pragma once
 #include <cstdint>
 
@@ -23,35 +24,51 @@ struct RealOf<double> {
 
 namespace {
 
-template <class To, class From>
-inline To bits(From x) {
-  return __builtin_bit_cast(To, x);
-}
+// F is float, U uint32_t and I int32_t, or vectors of them; the 16 bits lie in the low half of u.
+template <class F, class U, class I>
+struct Convert {
+  template <class To, class From>
+  static To bits(From x) {
+    return __builtin_bit_cast(To, x);
+  }
+
+  static F widen(BF16, U u) { return bits<F>(u << 16); }
+
+  // Exponent and mantissa move to float's place; a product by 2^112 corrects the bias and normalises subnormals.
+  static F widen(F16, U u) {
+    const U magnitude = (u & 0x7fffu) << 13, sign = (u & 0x8000u) << 16;
+    const U finite = bits<U>(bits<F>(magnitude) * 0x1p112f), special = magnitude | 0x7f800000u;
+    return bits<F>(sign | (bits<I>(magnitude) < 0x0f800000 ? finite : special));
+  }
+
+  // Rounds to nearest even; NaN stays NaN.
+  static U narrow(BF16, F x) {
+    const U u = bits<U>(x), rounded = (u + (0x7fffu + (u >> 16 & 1u))) >> 16, quiet = u >> 16 | 0x40u;
+    return x == x ? rounded : quiet;
+  }
+  static U narrow(F16, F x) {
+    const U u = bits<U>(x), a = u & 0x7fffffffu;
+    const U small = bits<U>(bits<F>(a) + 0.5f) - 0x3f000000u;              // the float adder rounds at 2^-24
+    const U normal = (a - (0x38000000u - 0xfffu) + (a >> 13 & 1u)) >> 13;  // may round up to infinity
+    const U infinite = (a & 0u) | 0x7c00u, nan = (a & 0u) | 0x7e00u;
+    const U large = bits<I>(a) < 0x47800000 ? normal : bits<I>(a) > 0x7f800000 ? nan : infinite;
+    return (u >> 16 & 0x8000u) | (bits<I>(a) < 0x38800000 ? small : large);
+  }
+};
+using ConvertOne = Convert<float, uint32_t, int32_t>;
 
 inline float load(float x) { return x; }
 inline double load(double x) { return x; }
-inline float load(BF16 x) { return bits<float>(uint32_t{x.bits} << 16); }
-inline float load(F16 x) {
-  // Exponent and mantissa move to float's place; a product by 2^112 corrects the bias and normalises subnormals.
-  const uint32_t magnitude = uint32_t{x.bits & 0x7fffu} << 13;
-  const float finite = bits<float>(magnitude) * 0x1p112f;
-  const uint32_t u = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : bits<uint32_t>(finite);
-  return bits<float>(u | uint32_t{x.bits & 0x8000u} << 16);
+template <class E>
+inline float load(E x) {
+  return ConvertOne::widen(E{}, x.bits);
 }
 
-// Rounds to nearest even; NaN stays NaN.
 inline void store(float* to, float x) { *to = x; }
 inline void store(double* to, double x) { *to = x; }
-inline void store(BF16* to, float x) {
-  const uint32_t u = bits<uint32_t>(x);
-  to->bits = static_cast<uint16_t>(x != x ? u >> 16 | 0x40u : (u + 0x7fffu + (u >> 16 & 1)) >> 16);
-}
-inline void store(F16* to, float x) {
-  const uint32_t u = bits<uint32_t>(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
-  const uint32_t small = bits<uint32_t>(bits<float>(a) + 0.5f) - 0x3f000000u;  // the float adder rounds at 2^-24
-  const uint32_t normal = (a - 0x38000000u + 0xfffu + (a >> 13 & 1)) >> 13;     // may round up to infinity
-  const uint32_t special = a > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  to->bits = static_cast<uint16_t>(sign | (a < 0x38800000u ? small : a < 0x47800000u ? normal : special));
+template <class E>
+inline void store(E* to, float x) {
+  to->bits = static_cast<uint16_t>(ConvertOne::narrow(E{}, x));
 }
 
 }  // namespace

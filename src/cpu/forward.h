@@ -21,8 +21,9 @@ template <class E>
 class Forward {
   using Real = typename RealOf<E>::type;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
-  static constexpr int kKeys = 128;     // of a tile: what fixes the order of summation, so it depends on nothing
-  static constexpr int kQueries = 256;  // of a task: so many share a packed key tile
+  static constexpr int kKeys = 128;  // of a tile: what fixes the order of summation, so it depends on nothing
+  // Queries of a task share a packed key tile. So many that their rows of q and out fill half of a 512 KB cache.
+  static constexpr int64_t kTaskBytes = 256 << 10;
 
  public:
   Forward(const Problem& p, const Ops<E>& ops) : p(p), ops(ops) {}
@@ -30,12 +31,15 @@ class Forward {
   Status run(Executor& executor) {
     if (int64_t{p.B} * p.N * p.T == 0) return {};
     const int64_t heads = int64_t{p.B} * p.N;
-    rows_ = static_cast<int>(round_up(min_(p.T, kQueries), ops.lanes));
+    d_ = static_cast<int>(round_up(p.D, ops.lanes)), dv_ = static_cast<int>(round_up(p.Dv, ops.lanes));
+    const double work = 2.0 * heads * p.T * p.S * (p.D + p.Dv);
+    const int64_t most = kTaskBytes / (static_cast<int64_t>(sizeof(Real)) * max_(1, d_ + dv_));
+    rows_ = static_cast<int>(round_up(std::clamp<int64_t>(most, 1, p.T), ops.lanes));
     const auto tiles = [&] { return (int64_t{p.T} + rows_ - 1) / rows_; };
-    while (rows_ >= 4 * ops.lanes && heads * tiles() < 4 * (int64_t{executor.threads()} + 1))
+    while (rows_ >= 4 * ops.lanes && heads * tiles() < 4 * workers(executor, heads * p.T, work))
       rows_ = static_cast<int>(round_up(rows_ / 2, ops.lanes));
     const int64_t count = heads * tiles();
-    const int n_workers = workers(executor, count);
+    const int n_workers = workers(executor, count, work);
     const int64_t each = scratch(nullptr).size;
     const auto memory = allocate<Real>(each * n_workers);
     if (!memory) return {"out of host memory for the tiles of the forward pass"};
@@ -50,23 +54,25 @@ class Forward {
 
  private:
   struct Scratch {
-    Real *q;                   // [block][D][lanes], scaled
-    Real *k, *v;               // [kKeys][D], [kKeys][Dv]
-    Real *s;                   // [kKeys][lanes]
-    Real *out;                 // [block][Dv][lanes]
-    Real *maximum, *sum;       // [block][lanes]
-    Real *begin, *end;         // [lanes]
+    Real* q;              // [block][D, padded][lanes], scaled
+    Real* rows;           // [lanes][D or Dv, padded]
+    Real *k, *v;          // [kKeys][D or Dv, padded]
+    Real* s;              // [kKeys][lanes]
+    Real* out;            // [block][Dv, padded][lanes]
+    Real *maximum, *sum;  // [block][lanes]
+    Real *begin, *end;    // [lanes]
     int64_t size;
   };
 
   Scratch scratch(Real* base) const {
     Carve<Real> carve(base);
     const int64_t keys = min_(p.S, kKeys);
-    Scratch s{.q = carve(int64_t{rows_} * p.D),
-              .k = carve(keys * p.D),
-              .v = carve(keys * p.Dv),
+    Scratch s{.q = carve(int64_t{rows_} * d_),
+              .rows = carve(int64_t{ops.lanes} * max_(d_, dv_)),
+              .k = carve(keys * d_),
+              .v = carve(keys * dv_),
               .s = carve(keys * ops.lanes),
-              .out = carve(int64_t{rows_} * p.Dv),
+              .out = carve(int64_t{rows_} * dv_),
               .maximum = carve(rows_),
               .sum = carve(rows_),
               .begin = carve(ops.lanes),
@@ -84,20 +90,20 @@ class Forward {
     const auto score = p.template score<Real>(b, n);
     for (int i = i0; i < i1; i += L) {
       const int first = max_(i, live.begin), last = min_(min_(i + L, i1), live.end);
-      Real* q = t.q + int64_t{i - i0} * p.D;
-      if (last - first < L) std::fill_n(q, int64_t{L} * p.D, Real(0));
+      if (last - first < L) std::fill_n(t.rows, L * d_, Real(0));
       if (first < last)
-        ops.pack_transposed(view<const E>(p.q, b, n, first), last - first, p.D, score.scale, q + (first - i), L);
+        ops.pack(view<const E>(p.q, b, n, first), last - first, p.D, score.scale, {t.rows + (first - i) * d_, d_});
+      ops.transpose({t.rows, d_}, L, d_, {t.q + int64_t{i - i0} * d_, L});
     }
     std::fill_n(t.maximum, rows_, -kInfinity);
     std::fill_n(t.sum, rows_, Real(0));
-    std::fill_n(t.out, int64_t{rows_} * p.Dv, Real(0));
+    std::fill_n(t.out, int64_t{rows_} * dv_, Real(0));
 
     const Tiles tiles = mask.key_tiles(i0, i1, kKeys);
     for (int tile = tiles.begin; tile < tiles.end; tile++) {
       const Range keys = {max_(tile * kKeys, live_keys.begin), min_(min_(p.S, (tile + 1) * kKeys), live_keys.end)};
-      ops.pack(view<const E>(p.k, b, kv_head, keys.begin), keys.end - keys.begin, p.D, 1, t.k, p.D);
-      ops.pack(view<const E>(p.v, b, kv_head, keys.begin), keys.end - keys.begin, p.Dv, 1, t.v, p.Dv);
+      ops.pack(view<const E>(p.k, b, kv_head, keys.begin), keys.end - keys.begin, p.D, 1, {t.k, d_});
+      ops.pack(view<const E>(p.v, b, kv_head, keys.begin), keys.end - keys.begin, p.Dv, 1, {t.v, dv_});
       for (int i = i0; i < i1; i += L) block(mask, b, n, i, min_(i + L, i1), i - i0, keys, t);
     }
 
@@ -110,7 +116,9 @@ class Forward {
         shrink[r] = dead ? Real(0) : 1 / sum;
         p.lse.template at<Real>(b, n)[(i + r) * p.lse.row] = dead ? -kInfinity : maximum + std::log(sum);
       }
-      ops.unpack_transposed(t.out + int64_t{at} * p.Dv, L, rows, p.Dv, shrink, view<E>(p.out, b, n, i));
+      ops.transpose({t.out + int64_t{at} * dv_, L}, dv_, L, {t.rows, dv_});
+      for (int r = 0; r < rows; r++)
+        ops.unpack({t.rows + r * dv_, dv_, 1}, 1, p.Dv, shrink[r], view<E>(p.out, b, n, i + r));
     }
   }
 
@@ -130,22 +138,28 @@ class Forward {
       t.begin[x] = static_cast<Real>(clamp_(seen.begin - j0, 0, j1 - j0));
       t.end[x] = static_cast<Real>(clamp_(seen.end - j0, 0, j1 - j0));
     }
-    Real* out = t.out + int64_t{at} * p.Dv;
-    ops.gemm({.m = j1 - j0, .n = L, .k = p.D,
-              .a = t.k + int64_t{j0 - keys.begin} * p.D, .a_row = p.D, .a_col = 1,
-              .b = t.q + int64_t{at} * p.D, .ldb = L, .c = t.s, .ldc = L, .add = false});
-    ops.softmax({.s = t.s, .keys = j1 - j0,
+    const int m = j1 - j0, packed = j0 - keys.begin;
+    const Real *k = t.k + int64_t{packed} * d_, *v = t.v + int64_t{packed} * dv_, *q = t.q + int64_t{at} * d_;
+    Real* out = t.out + int64_t{at} * dv_;
+    ops.gemm({{m, L, p.D}, {k, d_, 1}, {q, L}, {t.s, L}, /*add=*/false});
+    ops.softmax({.s = t.s,
+                 .keys = m,
                  .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
-                 .score = {Real(1), p.template score<Real>(b, n).softcap}, .keep = p.keep(b, n), .i0 = i, .j0 = j0,
-                 .maximum = t.maximum + at, .sum = t.sum + at, .o = out, .o_rows = p.Dv});
-    ops.gemm({.m = p.Dv, .n = L, .k = j1 - j0,
-              .a = t.v + int64_t{j0 - keys.begin} * p.Dv, .a_row = 1, .a_col = p.Dv,
-              .b = t.s, .ldb = L, .c = out, .ldc = L, .add = true});
+                 .score = {Real(1), p.template score<Real>(b, n).softcap},
+                 .keep = p.keep(b, n),
+                 .i0 = i,
+                 .j0 = j0,
+                 .maximum = t.maximum + at,
+                 .sum = t.sum + at,
+                 .o = out,
+                 .o_rows = p.Dv});
+    ops.gemm({{p.Dv, L, m}, {v, 1, dv_}, {t.s, L}, {out, L}, /*add=*/true});
   }
 
   const Problem& p;
   const Ops<E>& ops;
-  int rows_ = 0;  // of a task, a multiple of the lanes
+  int rows_ = 0;        // of a task, a multiple of the lanes
+  int d_ = 0, dv_ = 0;  // D and Dv, padded to a multiple of the lanes
 };
 
 }  // namespace jax_flash2::cpu

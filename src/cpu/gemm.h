@@ -14,18 +14,14 @@ inline constexpr int kBlockRows = kRegisters == 32 ? 8 : 6;
 template <class Real>
 inline constexpr int kLanes = kBlockVectors * kWidth<Real>;
 
-// c[0 .. kRows) x one block of lanes. kRowMajor: a_col is 1, else a_row is.
+// Rows [0, kRows) of c x one block of lanes. kRowMajor: the columns of a have unit stride, else its rows have.
 template <class Real, int kRows, bool kRowMajor>
 inline void gemm_block(const Gemm<Real>& g, const Real* a, const Real* b, Real* c) {
   constexpr int W = kWidth<Real>;
-  Vec<Real> sum[kRows][kBlockVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++)
+  Vec<Real> sum[kRows][kBlockVectors] = {};
+  const int64_t a_row = kRowMajor ? g.a.row : 1, a_col = kRowMajor ? 1 : g.a.col, ldb = g.b.ld;
 #pragma GCC unroll 2
-    for (int x = 0; x < kBlockVectors; x++) sum[r][x] = Vec<Real>{};
-  const int64_t a_row = kRowMajor ? g.a_row : 1, a_col = kRowMajor ? 1 : g.a_col, ldb = g.ldb;
-#pragma GCC unroll 2
-  for (int k = 0; k < g.k; k++, a += a_col, b += ldb) {
+  for (int k = 0; k < g.size.k; k++, a += a_col, b += ldb) {
     const Vec<Real> b0 = get(b), b1 = get(b + W);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
@@ -38,7 +34,7 @@ inline void gemm_block(const Gemm<Real>& g, const Real* a, const Real* b, Real* 
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
     for (int x = 0; x < kBlockVectors; x++) {
-      Real* to = c + r * g.ldc + x * W;
+      Real* to = c + r * g.c.ld + x * W;
       put(to, g.add ? get(to) + sum[r][x] : sum[r][x]);
     }
 }
@@ -54,18 +50,20 @@ inline void gemm_rest(const Gemm<Real>& g, int rows, const Real* a, const Real* 
 
 template <class Real, bool kRowMajor>
 void gemm_rows(const Gemm<Real>& g) {
-  const int64_t a_row = kRowMajor ? g.a_row : 1;
-  for (int n = 0; n < g.n; n += kLanes<Real>) {
+  const int64_t a_row = kRowMajor ? g.a.row : 1;
+  for (int n = 0; n < g.size.n; n += kLanes<Real>) {
+    const Real *a = g.a.data, *b = g.b.data + n;
+    Real* c = g.c.data + n;
     int m = 0;
-    for (; m + kBlockRows <= g.m; m += kBlockRows)
-      gemm_block<Real, kBlockRows, kRowMajor>(g, g.a + m * a_row, g.b + n, g.c + m * g.ldc + n);
-    gemm_rest<Real, kBlockRows, kRowMajor>(g, g.m - m, g.a + m * a_row, g.b + n, g.c + m * g.ldc + n);
+    for (; m + kBlockRows <= g.size.m; m += kBlockRows)
+      gemm_block<Real, kBlockRows, kRowMajor>(g, a + m * a_row, b, c + m * g.c.ld);
+    gemm_rest<Real, kBlockRows, kRowMajor>(g, g.size.m - m, a + m * a_row, b, c + m * g.c.ld);
   }
 }
 
 template <class Real>
 void gemm(const Gemm<Real>& g) {
-  g.a_col == 1 ? gemm_rows<Real, true>(g) : gemm_rows<Real, false>(g);
+  g.a.col == 1 ? gemm_rows<Real, true>(g) : gemm_rows<Real, false>(g);
 }
 
 }  // namespace

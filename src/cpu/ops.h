@@ -7,24 +7,36 @@
 
 namespace jax_flash2::cpu {
 
-// c[m][n] = sum_k a[m * a_row + k * a_col] * b[k][n], added to c where `add`. Either a_row or a_col is 1. n is a multiple
-// of Ops::lanes, b and c are aligned to a vector and so are their leading dimensions.
+// A matrix in the caller's memory: element (r, c) is data[r * row + c * col].
+template <class E>
+struct View {
+  E* data;
+  int64_t row, col;
+};
+
+// A packed matrix: element (r, c) is data[r * ld + c]; every row is aligned to a vector and has room for whole ones.
+template <class Real>
+struct Tile {
+  Real* data;
+  int64_t ld;
+};
+
+// c = a b, or c += a b. a is m x k with unit stride one way or the other, b is k x n, and n is a multiple of Ops::lanes.
 template <class Real>
 struct Gemm {
-  int m, n, k;
-  const Real* a;
-  int64_t a_row, a_col;
-  const Real* b;
-  int64_t ldb;
-  Real* c;
-  int64_t ldc;
+  struct {
+    int m, n, k;
+  } size;
+  View<const Real> a;
+  Tile<const Real> b;
+  Tile<Real> c;
   bool add;
 };
 
 // Lane x of a score tile keeps the keys [begin[x], end[x]), counted from the tile's first row; null: it keeps all.
 template <class Real>
 struct Bounds {
-  const Real *begin, *end;
+  const Real *begin = nullptr, *end = nullptr;
 };
 
 // One step of online softmax over a tile of dot products s [keys][lanes]: s becomes exp(score - maximum), and the running
@@ -44,22 +56,14 @@ struct Softmax {
 // Dot products s [keys][n] become probabilities, and dp [keys][n] = dout . v becomes the gradient of s.
 template <class Real>
 struct Gradient {
-  Real *s, *dp;
+  Tile<Real> s, dp;
   int keys, n;
-  int64_t ld;
   Bounds<Real> bounds;
-  Score<Real> score;
+  Score<Real> score;  // of an already scaled product
   Keep keep;
   DScore dscore;
   int i0, j0;
   const Real *lse, *delta;
-};
-
-// A matrix in the caller's memory: element (r, c) is data[r * row + c * col].
-template <class E>
-struct View {
-  E* data;
-  int64_t row, col;
 };
 
 template <class E>
@@ -71,14 +75,14 @@ struct Ops {
   void (*softmax)(const Softmax<Real>&);
   void (*gradient)(const Gradient<Real>&);
 
-  // to[r][c] = from(r, c) * scale; columns up to ld, a multiple of a vector, become 0.
-  void (*pack)(View<const E> from, int rows, int cols, Real scale, Real* to, int64_t ld);
-  // to[c][r] = from(r, c) * scale.
-  void (*pack_transposed)(View<const E> from, int rows, int cols, Real scale, Real* to, int64_t ld);
-  // to(r, c) = from[r][c] * scale, rounded to nearest even.
-  void (*unpack)(const Real* from, int64_t ld, int rows, int cols, Real scale, View<E> to);
-  // to(r, c) = from[c][r] * scale[r].
-  void (*unpack_transposed)(const Real* from, int64_t ld, int rows, int cols, const Real* scale, View<E> to);
+  // to(r, c) = from(r, c) * scale, and 0 for the columns from `cols` up to ld.
+  void (*pack)(View<const E> from, int rows, int cols, Real scale, Tile<Real> to);
+  // to(c, r) = from(r, c), for whole vectors of rows and columns.
+  void (*transpose)(Tile<const Real> from, int rows, int cols, Tile<Real> to);
+  // to(r, c) = from(r, c) * scale, rounded to nearest even.
+  void (*unpack)(View<const Real> from, int rows, int cols, Real scale, View<E> to);
+  // to(r, c) = from(r, c), added to it where `add`.
+  void (*accumulate)(Tile<const Real> from, int rows, int cols, bool add, View<Real> to);
   // to[r] = sum_c a(r, c) * b(r, c).
   void (*row_dots)(View<const E> a, View<const E> b, int rows, int cols, Real* to);
 };
@@ -90,26 +94,15 @@ struct OpsTable {
   Ops<BF16> bf16;
   Ops<F16> f16;
 
-  template <class E>
-  const Ops<E>& get() const {
-    if constexpr (sizeof(E) == 8) {
-      return f64;
-    } else if constexpr (sizeof(E) == 4) {
-      return f32;
-    } else if constexpr (__is_same(E, BF16)) {
-      return bf16;
-    } else {
-      return f16;
-    }
-  }
+  const Ops<float>& of(float) const { return f32; }
+  const Ops<double>& of(double) const { return f64; }
+  const Ops<BF16>& of(BF16) const { return bf16; }
+  const Ops<F16>& of(F16) const { return f16; }
 };
 
 // Null where this build has no such code.
 const OpsTable* ops_baseline();
 const OpsTable* ops_avx2();
 const OpsTable* ops_avx512();
-
-// The best that this machine runs.
-const OpsTable& ops();
 
 }  // namespace jax_flash2::cpu

@@ -78,7 +78,7 @@ void gradient_tile(const Gradient<Real>& t) {
     const Visible<Real, kMasked> visible(t.bounds, x);
     const Vec<Real> lse = get(t.lse + x), delta = get(t.delta + x);
     for (int j = 0; j < t.keys; j++) {
-      Real *s_at = t.s + j * t.ld + x, *dp_at = t.dp + j * t.ld + x;
+      Real *s_at = t.s.data + j * t.s.ld + x, *dp_at = t.dp.data + j * t.dp.ld + x;
       const Vec<Real> s = score.template apply<Math<Real>>(get(s_at), t.i0 + x, t.j0 + j);
       const Vec<Real> above = s - lse;
       const Vec<Real> p = visible.select(j, exp<Real>(above > most ? most : above), Real(0));
@@ -111,55 +111,75 @@ void gradient(const Gradient<Real>& t) {
     capped ? gradient_tile<Real, false, true>(t) : gradient_tile<Real, false, false>(t);
 }
 
-// Calls f with the column stride, a constant where it is the usual one, so that the loops vectorise.
-template <class F>
-inline void with_stride(int64_t col, const F& f) {
-  col == 1 ? f([](int64_t c) { return c; }) : f([col](int64_t c) { return c * col; });
+// Rows lie N * D elements apart, where no hardware prefetcher finds them.
+inline constexpr int kRowsAhead = 8;
+
+template <class E, class Real>
+void pack(View<const E> from, int rows, int cols, Real scale, Tile<Real> to) {
+  constexpr int W = kWidth<Real>;
+  const int whole = from.col == 1 ? cols / W * W : 0;  // columns that lie side by side, in vectors
+  for (int r = 0; r < rows; r++) {
+    const E* row = from.data + r * from.row;
+    Real* packed = to.data + r * to.ld;
+    if (r + kRowsAhead < rows)
+      for (int c = 0; c < whole; c += 64 / sizeof(E)) __builtin_prefetch(row + kRowsAhead * from.row + c);
+    for (int c = 0; c < whole; c += W) put(packed + c, load_vector(row + c) * scale);
+    for (int64_t c = whole; c < to.ld; c += W) put(packed + c, Vec<Real>{});
+    for (int c = whole; c < cols; c++) packed[c] = load(row[c * from.col]) * scale;
+  }
 }
 
 template <class E, class Real>
-void pack(View<const E> from, int rows, int cols, Real scale, Real* to, int64_t ld) {
-  with_stride(from.col, [&](auto at) {
-    for (int r = 0; r < rows; r++, to += ld) {
-      const E* row = from.data + r * from.row;
-      for (int c = 0; c < cols; c++) to[c] = load(row[at(c)]) * scale;
-      for (int64_t c = cols; c < ld; c++) to[c] = 0;
+void unpack(View<const Real> from, int rows, int cols, Real scale, View<E> to) {
+  constexpr int W = kWidth<Real>;
+  const int whole = from.col == 1 && to.col == 1 ? cols / W * W : 0;
+  for (int r = 0; r < rows; r++) {
+    const Real* source = from.data + r * from.row;
+    E* row = to.data + r * to.row;
+    for (int c = 0; c < whole; c += W) store_vector(row + c, load_vector(source + c) * scale);
+    for (int c = whole; c < cols; c++) store(row + c * to.col, source[c * from.col] * scale);
+  }
+}
+
+template <class Real>
+void accumulate(Tile<const Real> from, int rows, int cols, bool add, View<Real> to) {
+  constexpr int W = kWidth<Real>;
+  const int whole = to.col == 1 ? cols / W * W : 0;
+  for (int r = 0; r < rows; r++) {
+    const Real* term = from.data + r * from.ld;
+    Real* sum = to.data + r * to.row;
+    for (int c = 0; c < whole; c += W)
+      store_vector(sum + c, add ? load_vector(sum + c) + get(term + c) : get(term + c));
+    for (int c = whole; c < cols; c++) sum[c * to.col] = add ? sum[c * to.col] + term[c] : term[c];
+  }
+}
+
+template <class Real>
+void transpose(Tile<const Real> from, int rows, int cols, Tile<Real> to) {
+  constexpr int W = kWidth<Real>;
+  for (int c = 0; c < cols; c += W)
+    for (int r = 0; r < rows; r += W) {
+      Vec<Real> square[W];
+#pragma GCC unroll 16
+      for (int x = 0; x < W; x++) square[x] = get(from.data + (r + x) * from.ld + c);
+      transpose_square<Real>(square);
+#pragma GCC unroll 16
+      for (int x = 0; x < W; x++) put(to.data + (c + x) * to.ld + r, square[x]);
     }
-  });
-}
-
-template <class E, class Real>
-void pack_transposed(View<const E> from, int rows, int cols, Real scale, Real* to, int64_t ld) {
-  for (int c = 0; c < cols; c++)
-    for (int r = 0; r < rows; r++) to[c * ld + r] = load(from.data[r * from.row + c * from.col]) * scale;
-}
-
-template <class E, class Real>
-void unpack(const Real* from, int64_t ld, int rows, int cols, Real scale, View<E> to) {
-  with_stride(to.col, [&](auto at) {
-    for (int r = 0; r < rows; r++, from += ld) {
-      E* row = to.data + r * to.row;
-      for (int c = 0; c < cols; c++) store(row + at(c), from[c] * scale);
-    }
-  });
-}
-
-template <class E, class Real>
-void unpack_transposed(const Real* from, int64_t ld, int rows, int cols, const Real* scale, View<E> to) {
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < cols; c++) store(to.data + r * to.row + c * to.col, from[c * ld + r] * scale[r]);
 }
 
 template <class E, class Real>
 void row_dots(View<const E> a, View<const E> b, int rows, int cols, Real* to) {
+  constexpr int W = kWidth<Real>;
+  const int whole = a.col == 1 && b.col == 1 ? cols / W * W : 0;
   for (int r = 0; r < rows; r++) {
     const E *x = a.data + r * a.row, *y = b.data + r * b.row;
-    Real part[8] = {};  // a fixed order of summation that the compiler may spread over lanes
-    int c = 0;
-    for (; c + 8 <= cols; c += 8)
-      for (int u = 0; u < 8; u++) part[u] += load(x[(c + u) * a.col]) * load(y[(c + u) * b.col]);
-    for (int u = 0; c < cols; c++, u++) part[u] += load(x[c * a.col]) * load(y[c * b.col]);
-    to[r] = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
+    Vec<Real> part = {};
+    for (int c = 0; c < whole; c += W) part += load_vector(x + c) * load_vector(y + c);
+    Real sum = 0;
+    for (int u = 0; u < W; u++) sum += part[u];
+    for (int c = whole; c < cols; c++) sum += load(x[c * a.col]) * load(y[c * b.col]);
+    to[r] = sum;
   }
 }
 
@@ -171,9 +191,9 @@ constexpr Ops<E> ops_of() {
           .softmax = softmax<Real>,
           .gradient = gradient<Real>,
           .pack = pack<E, Real>,
-          .pack_transposed = pack_transposed<E, Real>,
+          .transpose = transpose<Real>,
           .unpack = unpack<E, Real>,
-          .unpack_transposed = unpack_transposed<E, Real>,
+          .accumulate = accumulate<Real>,
           .row_dots = row_dots<E, Real>};
 }
 

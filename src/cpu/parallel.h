@@ -3,6 +3,7 @@
 // A task that an Executor starts late, even after the loop returned, finds no index left and touches nothing but the
 // counter it shares; the caller waits only for indices that someone has already taken.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -13,10 +14,11 @@
 
 namespace jax_flash2::cpu {
 
-// How many workers a loop of `count` bodies can use, the caller among them.
-inline int workers(const Executor& executor, int64_t count) {
-  const int64_t all = int64_t{1} + max_(executor.threads(), 0);
-  return static_cast<int>(count < all ? (count > 0 ? count : 1) : all);
+// How many workers, the caller among them, a loop of `count` bodies and `work` multiplications can use. To wake a thread
+// takes about as long as a million multiplications.
+inline int workers(const Executor& executor, int64_t count, double work) {
+  const double all = 1.0 + max_(executor.threads(), 0);
+  return static_cast<int>(std::max(1.0, std::min({all, static_cast<double>(count), work * 1e-6})));
 }
 
 // Calls body(index, worker) once for every index in [0, count), in any order; worker < `n_workers` names the scratch that

@@ -2,6 +2,7 @@
 // Knows no tile. Internal linkage throughout, for the reason given in element.h.
 #pragma once
 #include <cstdint>
+#include <utility>
 
 #include "cpu/element.h"
 
@@ -27,6 +28,8 @@ template <>
 struct VectorOf<float> {
   typedef float V __attribute__((vector_size(kVectorBytes)));
   typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t U __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
   using Int = int32_t;
 };
 template <>
@@ -51,6 +54,57 @@ inline void put(Real* aligned, Vec<Real> v) {
 template <class Real>
 inline Vec<Real> splat(Real x) {
   return x - Vec<Real>{};
+}
+
+// A vector of elements at any address, and back, rounded to nearest even.
+template <class E>
+inline Vec<typename RealOf<E>::type> load_vector(const E* from) {
+  using Types = VectorOf<typename RealOf<E>::type>;
+  if constexpr (sizeof(E) == 2) {
+    typename Types::Half half;
+    __builtin_memcpy(&half, from, sizeof half);
+    using U = typename Types::U;
+    return Convert<typename Types::V, U, typename Types::I>::widen(E{}, __builtin_convertvector(half, U));
+  } else {
+    typename Types::V v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+  }
+}
+template <class E>
+inline void store_vector(E* to, Vec<typename RealOf<E>::type> v) {
+  using Types = VectorOf<typename RealOf<E>::type>;
+  if constexpr (sizeof(E) == 2) {
+    using Half = typename Types::Half;
+    const auto u = Convert<typename Types::V, typename Types::U, typename Types::I>::narrow(E{}, v);
+    const Half half = __builtin_convertvector(u, Half);
+    __builtin_memcpy(to, &half, sizeof half);
+  } else {
+    __builtin_memcpy(to, &v, sizeof v);
+  }
+}
+
+// Element i of every pair of rows (r, r + kStep) whose bit kStep is the other's, exchanged.
+template <class Real, int kStep, int... i>
+inline void exchange(Vec<Real>& low, Vec<Real>& high, std::integer_sequence<int, i...>) {
+  constexpr int W = kWidth<Real>;
+  const Vec<Real> a = low, b = high;
+#if defined(__clang__)
+  low = __builtin_shufflevector(a, b, (i & kStep ? W + i - kStep : i)...);
+  high = __builtin_shufflevector(a, b, (i & kStep ? W + i : i + kStep)...);
+#else
+  using I = typename VectorOf<Real>::I;
+  low = __builtin_shuffle(a, b, I{(i & kStep ? W + i - kStep : i)...});
+  high = __builtin_shuffle(a, b, I{(i & kStep ? W + i : i + kStep)...});
+#endif
+}
+
+template <class Real, int kStep = kWidth<Real> / 2>
+inline void transpose_square(Vec<Real> (&rows)[kWidth<Real>]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kWidth<Real>; r++)
+    if (!(r & kStep)) exchange<Real, kStep>(rows[r], rows[r + kStep], std::make_integer_sequence<int, kWidth<Real>>{});
+  if constexpr (kStep > 1) transpose_square<Real, kStep / 2>(rows);
 }
 
 template <class Real>
