@@ -17,7 +17,7 @@ struct Visible {
   Vec<Real> select(int row, Vec<Real> kept, Real dropped) const {
     if constexpr (!kMasked) return kept;
     const Vec<Real> x = splat(Real(row));
-    return (x >= begin) & (x < end) ? kept : splat(dropped);
+    return ((x >= begin) & (x < end)) ? kept : splat(dropped);
   }
 };
 
