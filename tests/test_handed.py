@@ -334,7 +334,7 @@ def test_the_first_call_of_a_process_reads_no_stale_memory():
     """Lengths that no tile divides, with every allocation filled with garbage (glibc), in all ten calls alike."""
     code = 'IMPLEMENTATION = "cpu"\n' + textwrap.dedent(DIRTY)
     environment = os.environ | {"MALLOC_PERTURB_": "85", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-P", "-c", code], env=environment, check=True, timeout=300)
 
 
 def test_only_public_jax_is_used():

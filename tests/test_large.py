@@ -132,7 +132,7 @@ def test_command_buffers_change_no_bit():
     ):
         environment = os.environ | {"XLA_FLAGS": flags}
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(CAPTURED)],
+            [sys.executable, "-P", "-c", textwrap.dedent(CAPTURED)],
             env=environment, check=True, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         digests.append(done.stdout.split()[-1])
