@@ -57,7 +57,7 @@ def test_process_memory():
 
         print(peak(256), peak(11585))
     """
-    run = [sys.executable, "-c", textwrap.dedent(program)]
+    run = [sys.executable, "-P", "-c", textwrap.dedent(program)]
     done = subprocess.run(
         run, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=120, capture_output=True, text=True, check=False
     )

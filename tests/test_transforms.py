@@ -276,7 +276,7 @@ def test_no_deadlock():
             print(jnp.sum(jax.pmap(gradient, in_axes=1, out_axes=1)(x[:, :, None]) ** 2))
     """
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    run = [sys.executable, "-c", textwrap.dedent(program)]
+    run = [sys.executable, "-P", "-c", textwrap.dedent(program)]
     done = subprocess.run(run, env=environment, timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     devices, first, *others = map(float, done.stdout.split())
