@@ -45,9 +45,9 @@ struct Extras {
 };
 
 struct Problem {
-  DType dtype;                        // of q, k, v, out and their gradients; the rest says its own below
+  DType dtype;                         // of q, k, v, out and their gradients; the rest says its own below
   int32_t batch_sizes[kMaxBatchAxes];  // unused axes are 1
-  int32_t B, T, S, N, K, D, Dv;       // B: product of batch_sizes
+  int32_t B, T, S, N, K, D, Dv;        // B: product of batch_sizes
   Spec spec;
   Extras extras;
 

@@ -26,12 +26,12 @@ inline constexpr int64_t kOpen = -1;  // a window side without a bound
 //   window_right  ... keys <= p + window_right; kOpen: all. A causal mask is window_right = 0
 //   bottom_right  off = key length - query length of the batch row; false: off = 0
 //   deterministic the backward is bitwise repeatable
-#define JAX_FLASH2_SPEC_FIELDS(X)       \
-  X(double, scale, 1.0)                 \
-  X(double, softcap, 0.0)               \
-  X(int64_t, window_left, kOpen)        \
-  X(int64_t, window_right, kOpen)       \
-  X(bool, bottom_right, false)          \
+#define JAX_FLASH2_SPEC_FIELDS(X) \
+  X(double, scale, 1.0)           \
+  X(double, softcap, 0.0)         \
+  X(int64_t, window_left, kOpen)  \
+  X(int64_t, window_right, kOpen) \
+  X(bool, bottom_right, false)    \
   X(bool, deterministic, false)
 
 struct Spec {
@@ -46,9 +46,9 @@ struct Spec {
 //   scale        in place of Spec::scale. Slot: each query row's share of d loss / d scale
 //   query_lens   queries at or past it are padding: they read nothing
 //   key_lens     keys at or past it are padding: nobody reads them
-#define JAX_FLASH2_EXTRAS(X)       \
-  X(scale, kF32, "", "NT")         \
-  X(query_lens, kS32, "", "-")     \
+#define JAX_FLASH2_EXTRAS(X)   \
+  X(scale, kF32, "", "NT")     \
+  X(query_lens, kS32, "", "-") \
   X(key_lens, kS32, "", "-")
 
 }  // namespace jax_flash2

@@ -4,7 +4,8 @@
 
 namespace jax_flash2::cuda {
 
-#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim) Status arch##_##pass##_##dtype##_##dim(const Problem&, cudaStream_t);
+#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim) \
+  Status arch##_##pass##_##dtype##_##dim(const Problem&, cudaStream_t);
 #include "instances.inc"
 #undef JAX_FLASH2_INSTANCE
 

@@ -36,12 +36,12 @@ ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument
 
 ffi::Error decode_spec(ffi::Dictionary attrs, Spec* spec) {
   size_t known = 0;
-#define JAX_FLASH2_FIELD(type, name, neutral)                                               \
-  if (attrs.contains(#name)) {                                                              \
-    auto value = attrs.get<type>(#name);                                                    \
+#define JAX_FLASH2_FIELD(type, name, neutral)                                                  \
+  if (attrs.contains(#name)) {                                                                 \
+    auto value = attrs.get<type>(#name);                                                       \
     if (!value.has_value()) return invalid("attribute " #name ": " + value.error().message()); \
-    spec->name = *value;                                                                    \
-    known++;                                                                                \
+    spec->name = *value;                                                                       \
+    known++;                                                                                   \
   }
   JAX_FLASH2_SPEC_FIELDS(JAX_FLASH2_FIELD)
 #undef JAX_FLASH2_FIELD
@@ -54,12 +54,14 @@ ffi::Error decode_spec(ffi::Dictionary attrs, Spec* spec) {
 // Reads the shape of q, k and v into the problem's dims.
 ffi::Error read_dims(const Slot& q, const Slot& k, const Slot& v, Problem* p, size_t* batch_rank) {
   const size_t rank = q.dims.size();
-  if (rank < 3 || k.dims.size() != rank || v.dims.size() != rank) return invalid("q, k and v need one rank, at least 3");
+  if (rank < 3 || k.dims.size() != rank || v.dims.size() != rank)
+    return invalid("q, k and v need one rank, at least 3");
   const auto fit = [](int64_t x, int64_t limit) { return 0 <= x && x <= limit; };
   const int64_t T = q.dims[rank - 3], N = q.dims[rank - 2], D = q.dims[rank - 1];
   const int64_t S = k.dims[rank - 3], K = k.dims[rank - 2], Dv = v.dims[rank - 1];
   if (!fit(T, kMaxLength) || !fit(S, kMaxLength)) return invalid("a length exceeds 2^29");
-  if (!fit(N, 1 << 24) || !fit(K, 1 << 24) || !fit(D, 1 << 16) || !fit(Dv, 1 << 16)) return invalid("a dim is too large");
+  if (!fit(N, 1 << 24) || !fit(K, 1 << 24) || !fit(D, 1 << 16) || !fit(Dv, 1 << 16))
+    return invalid("a dim is too large");
   if (K == 0 ? N != 0 : N % K != 0) return invalid("query heads are not a multiple of key heads");
   p->T = T, p->N = N, p->D = D, p->S = S, p->K = K, p->Dv = Dv;
   *batch_rank = rank - 3;
@@ -155,8 +157,10 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
   const ffi::DataType f32 = ffi::DataType::F32, s32 = ffi::DataType::S32;
 
   const bool backward = pass == Pass::kBackward;
-  std::vector<Slot> slots = {{"q", "TND", type, &p->q, false}, {"k", "SKD", type, &p->k, false},
-                             {"v", "SKV", type, &p->v, false}, {"out", "TNV", type, &p->out, !backward},
+  std::vector<Slot> slots = {{"q", "TND", type, &p->q, false},
+                             {"k", "SKD", type, &p->k, false},
+                             {"v", "SKV", type, &p->v, false},
+                             {"out", "TNV", type, &p->out, !backward},
                              {"lse", "NT", real, &p->lse, !backward}};
   if (backward) {
     slots.push_back({"dout", "TNV", type, &p->dout, false});

@@ -229,12 +229,8 @@ inline std::vector<Case> all() {
   // Lengths round the edges of every tile, under every kind of bound.
   for (int T : {1, 7, 63, 64, 65, 129, 1000})
     for (int S : {1, 7, 63, 64, 65, 129, 1000}) switch (list.size() % 4) {
-        case 0:
-          add({.name = "full", .type = type(), .T = T, .S = S, .N = 2});
-          break;
-        case 1:
-          add({.name = "causal top-left", .type = type(), .T = T, .S = S, .N = 2, .right = 0});
-          break;
+        case 0: add({.name = "full", .type = type(), .T = T, .S = S, .N = 2}); break;
+        case 1: add({.name = "causal top-left", .type = type(), .T = T, .S = S, .N = 2, .right = 0}); break;
         case 2:
           add({.name = "causal bottom-right",
                .type = type(),
