@@ -35,6 +35,15 @@ def _column(row: dict, sweep: bool) -> str:
     return "\n".join([length, mask, f"D{row['d']} H{row['h']}/{row['hk']} B{row['b']}", row["dtype"]])
 
 
+def _sweeps_lengths(rows: list[dict]) -> bool:
+    """Whether every panel of a sweep would have three lengths or more, and one case for each."""
+    lengths: dict[str, set[str]] = {}
+    for row in rows:
+        lengths.setdefault(_panel(row, sweep=True), set()).add(_column(row, sweep=True))
+    cases = {(_panel(row, sweep=True), _column(row, sweep=False)) for row in rows}
+    return min(map(len, lengths.values())) >= 3 and sum(map(len, lengths.values())) == len(cases)
+
+
 def draw(rows: list[dict], meta: dict, path: str) -> None:
     import matplotlib
 
@@ -43,7 +52,7 @@ def draw(rows: list[dict], meta: dict, path: str) -> None:
 
     if not rows:
         return
-    sweep = len({_column(row, sweep=False) for row in rows}) > 2 * len({(row["d"], row["causal"]) for row in rows})
+    sweep = _sweeps_lengths(rows)
     panels: dict[str, list[dict]] = {}
     for row in rows:
         panels.setdefault(_panel(row, sweep), []).append(row)

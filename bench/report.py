@@ -50,8 +50,9 @@ def geometric_means(rows: list[dict]) -> list[dict]:
     cells = {key: times for key, times in _cells(rows).items() if OURS in times and len(times) > 1}
     found = []
     for mode in dict.fromkeys(key[0] for key in cells):
-        dims = sorted({key[1] for key in cells if key[0] == mode})
-        for d in [*(dims if len(dims) > 1 else []), None]:
+        counts = Counter(key[1] for key in cells if key[0] == mode)
+        dims = sorted(d for d, n in counts.items() if 1 < n < counts.total())
+        for d in [*dims, None]:
             group = {key: times for key, times in cells.items() if key[0] == mode and d in (None, key[1])}
             names = dict.fromkeys(name for times in group.values() for name in times if name != OURS)
             for rival in [*names, *(["best"] if len(names) > 1 else [])]:

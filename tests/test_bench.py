@@ -115,14 +115,15 @@ def test_absent_rivals_say_why():
 def test_means_compare_cell_by_cell():
     cell = cases.Case(b=1, sq=64, h=2, d=16, causal=True, dtype="float32").row()
     rows = []
-    for d, ours, a, b in ((16, 10.0, 20.0, 40.0), (32, 10.0, 5.0, None)):
+    for d, sq, ours, a, b in ((16, 64, 10.0, 20.0, 40.0), (32, 64, 10.0, 5.0, None), (32, 96, 10.0, 10.0, 20.0)):
         times = {"jax_flash2": ours, "a": a, "b": b}
-        rows += [{"impl": name, "mode": "fwd", **cell, "d": d, "us": us} for name, us in times.items() if us]
+        rows += [{"impl": name, "mode": "fwd", **cell, "d": d, "sq": sq, "us": us} for name, us in times.items() if us]
     means = {(x["d"], x["rival"]): (x["cells"], x["mean"], x["worst"]) for x in report.geometric_means(rows)}
-    assert means[None, "a"] == (2, pytest.approx(1.0), 0.5)
-    assert means[None, "b"] == (1, pytest.approx(4.0), 4.0)
-    assert means[None, "best"] == (2, pytest.approx(1.0), 0.5)
-    assert means[32, "a"][1] == pytest.approx(0.5)
+    assert means[None, "a"] == (3, pytest.approx(1.0), 0.5)
+    assert means[None, "b"] == (2, pytest.approx(8**0.5), 2.0)
+    assert means[None, "best"] == (3, pytest.approx(1.0), 0.5)
+    assert means[32, "a"] == (2, pytest.approx(0.5**0.5), 0.5)
+    assert (16, "a") not in means  # one cell is no mean
     assert "0.50" in report.summary(rows)
 
 
