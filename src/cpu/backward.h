@@ -19,11 +19,12 @@ class Backward {
   using Real = typename RealOf<E>::type;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   // All of these fix the order of summation, so they depend on nothing but the shapes.
-  static constexpr int kQueries = 64;  // of a query tile
-  static constexpr int kKeys = 256;    // of a task, at most: so many share a packed query tile
-  static constexpr int kFewKeys = 64;  // of a task, at least
-  static constexpr int kTasks = 64;    // wanted, so that one head keeps many threads busy
-  static constexpr int kSub = 64;      // keys whose scores exist at a time
+  static constexpr int kQueries = 64;                  // of a query tile
+  static constexpr int kKeys = 512;                    // of a task, at most: so many share a packed query tile
+  static constexpr int kFewKeys = 64;                  // of a task, at least
+  static constexpr int kTasks = 32;                    // wanted, so that one head keeps many threads busy
+  static constexpr int64_t kTaskElements = 128 << 10;  // of k and v, at most
+  static constexpr int kSub = 64;                      // keys whose scores exist at a time
 
  public:
   Backward(const Problem& p, const Ops<E>& ops) : p(p), ops(ops) {}
@@ -33,7 +34,11 @@ class Backward {
     queries_ = static_cast<int>(round_up(clamp_(p.T, 1, kQueries), ops.lanes));
     query_tiles_ = (p.T + queries_ - 1) / queries_;
     keys_ = kKeys;
-    while (keys_ > kFewKeys && key_heads * ((int64_t{p.S} + keys_ - 1) / keys_) < kTasks) keys_ /= 2;
+    const auto too_many = [&] {
+      return key_heads * ((int64_t{p.S} + keys_ - 1) / keys_) < kTasks ||
+             int64_t{keys_} * (int64_t{p.D} + p.Dv) > kTaskElements;
+    };
+    while (keys_ > kFewKeys && too_many()) keys_ /= 2;
     lds_ = stride(queries_), ldd_ = stride(p.D), lddv_ = stride(p.Dv);
 
     delta_ = allocate<Real>(heads * p.T);
