@@ -11,13 +11,12 @@
 #include "core/problem.h"
 #include "cuda/element.h"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/tile/operand.cuh"
 #include "cuda/tile/shared_tile.cuh"
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(128)
     load_tile<BTile>(b_s, b.map, 0, 0, 0, barrier);
   }
   __syncthreads();
-  wait(barrier, 0);
+  ptx::mbarrier_wait_parity(barrier, 0);
 
   float d[kN / 8][4];
   for (int x = 0; x < kN / 2; x++) d[x / 4][x % 4] = 1e30f;
@@ -112,7 +111,7 @@ __global__ void __launch_bounds__(128)
     load_tile<Tile>(tile_s, from.map, row0, head, batch, barrier);
   }
   __syncthreads();
-  wait(barrier, 0);
+  ptx::mbarrier_wait_parity(barrier, 0);
   const auto element = [&](int row, int col) {
     return uint16_t(ptx::ld_shared_b32(tile_s + Tile::offset(row, col / 8) + col % 8 / 2 * 4) >> col % 2 * 16);
   };

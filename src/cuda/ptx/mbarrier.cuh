@@ -39,14 +39,25 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int 
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// As mbarrier_test_wait_parity, but the thread sleeps for a while before it answers no.
-__device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done != 0;
+// Waits for the end of the phase of this parity: try_wait, which sleeps for a while before it answers no, until it
+// answers yes. The loop is PTX too, because round one in C++ ptxas keeps registers that a kernel full of accumulators does
+// not have (588 bytes of spills). With JAX_FLASH2_TRAP_HANGS defined a wait that cannot end kills the kernel.
+__device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
+#ifdef JAX_FLASH2_TRAP_HANGS
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .u32 tries;\n mov.u32 tries, 0;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra done;\n"
+      " add.u32 tries, tries, 1;\n setp.gt.u32 p, tries, 4194304;\n @p trap;\n bra again;\ndone:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra done;\n bra again;\ndone:\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+#endif
 }
 
 }  // namespace jax_flash2::cuda::ptx

@@ -365,9 +365,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
   using Shared = ForwardShared<Config>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
-#ifdef JAX_FLASH2_TRAP_HANGS
-  if (shared % tile::SharedTile<64, 64>::kAlignment != 0) __trap();
-#endif
   if (threadIdx.x == 0) {
     constexpr int kWarps = kTile.consumers * 4;
     Ring<kTile.q_buffers>{shared + Shared::kQRing}.init(kTile.own_out ? kWarps : kTile.consumers);

@@ -52,7 +52,7 @@ __device__ __forceinline__ bool next_step(Step& step, int steps, uint32_t shared
   if constexpr (Config::kTile.reference == Reference::kFirst) {
     if (!step.again && step.index == steps) {
       list_done();
-      wait(shared + Shared::kListDone, 0);  // every warp has marked what it could not do
+      ptx::mbarrier_wait_parity(shared + Shared::kListDone, 0);  // every warp has marked what it could not do
       step.again = true, step.index = 0;
     }
     while (step.again && step.index < steps &&

@@ -6,18 +6,6 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-// Waits for the end of a barrier's phase. With JAX_FLASH2_TRAP_HANGS defined a wait that cannot end kills the kernel.
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-#ifdef JAX_FLASH2_TRAP_HANGS
-  for (int tries = 0; !ptx::mbarrier_try_wait_parity(barrier, parity); tries++) {
-    if (tries > 1 << 22) __trap();
-  }
-#else
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-#endif
-}
-
 // kStages buffers, each with a barrier "full" and one "empty", 16 bytes apart from `barriers` on.
 template <int kStages>
 struct Ring {
@@ -37,8 +25,8 @@ struct Ring {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   __device__ __forceinline__ uint32_t full() const { return barriers + stage * 16; }
-  __device__ __forceinline__ void wait_full() const { wait(full(), parity); }
-  __device__ __forceinline__ void wait_empty() const { wait(full() + 8, parity ^ 1); }
+  __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait_parity(full(), parity); }
+  __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(full() + 8, parity ^ 1); }
   __device__ __forceinline__ void release() const { ptx::mbarrier_arrive(full() + 8); }
 };
 
