@@ -215,7 +215,9 @@ sm90::MappedTensor map_tensor(void* memory, int batches, int rows, int heads, in
   Tensor t;
   t.data = memory, t.head = cols, t.row = int64_t(heads) * cols, t.batch[2] = t.row * rows;
   sm90::MappedTensor mapped;
-  require(sm90::encode_tensor_map(p, t, {rows, heads, cols, panel_cols, box_rows}, &mapped), "tensor map");
+  require(sm90::encode_tensor_map(sm90::find_tensor_map_encoder(), p, t, {rows, heads, cols, panel_cols, box_rows},
+                                  &mapped),
+          "tensor map");
   return mapped;
 }
 

@@ -396,14 +396,15 @@ Status launch_forward(const Problem& p, const Schedule& schedule, cudaStream_t s
   using QTile = typename ForwardShared<Config>::QTile;
   using KTile = typename ForwardShared<Config>::KTile;
   ForwardTensors tensors;
+  const TensorMapEncoder encoder = find_tensor_map_encoder();
   const bool keys = p.S > 0;  // without keys K and V have no memory to point at, and nobody looks
   const TensorMapShape q_shape{p.T, p.N, p.D, QTile::kPanelCols, QTile::kRows};
   const TensorMapShape kv_shape{keys ? p.S : p.T, keys ? p.K : p.N, p.D, KTile::kPanelCols, KTile::kRows};
   const TensorMapShape out_shape{p.T, p.N, p.D, QTile::kPanelCols, 64};
-  for (const Status status :
-       {encode_tensor_map(p, p.q, q_shape, &tensors.q), encode_tensor_map(p, keys ? p.k : p.q, kv_shape, &tensors.k),
-        encode_tensor_map(p, keys ? p.v : p.q, kv_shape, &tensors.v),
-        encode_tensor_map(p, p.out, out_shape, &tensors.out)}) {
+  for (const Status status : {encode_tensor_map(encoder, p, p.q, q_shape, &tensors.q),
+                              encode_tensor_map(encoder, p, keys ? p.k : p.q, kv_shape, &tensors.k),
+                              encode_tensor_map(encoder, p, keys ? p.v : p.q, kv_shape, &tensors.v),
+                              encode_tensor_map(encoder, p, p.out, out_shape, &tensors.out)}) {
     if (!status.ok()) return status;
   }
   return launch_kernel(forward_kernel<Config, Element, kPlain>, schedule.blocks(), Config::kTile.threads(),

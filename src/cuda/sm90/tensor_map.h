@@ -29,7 +29,21 @@ struct TensorMapShape {
   int length, heads, head_dim, panel_cols, box_rows;
 };
 
-inline Status encode_tensor_map(const Problem& p, const Tensor& tensor, TensorMapShape shape, MappedTensor* result) {
+// The driver's function, found by way of the runtime: a library that needs no driver to be loaded cannot name it. Null when
+// the driver has none.
+using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
+inline TensorMapEncoder find_tensor_map_encoder() {
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(symbol)
+                                                                      : nullptr;
+}
+
+inline Status encode_tensor_map(TensorMapEncoder encoder, const Problem& p, const Tensor& tensor, TensorMapShape shape,
+                                MappedTensor* result) {
+  if (!encoder) return {"the CUDA driver has no cuTensorMapEncodeTiled"};
   constexpr int64_t kBytes = 2;  // of an element
   int64_t step = 0;
   for (int a = 0; a < kMaxBatchAxes; a++) {
@@ -54,14 +68,7 @@ inline Status encode_tensor_map(const Problem& p, const Tensor& tensor, TensorMa
   const cuuint32_t box[4] = {cuuint32_t(shape.panel_cols), cuuint32_t(shape.box_rows), 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
 
-  void* symbol = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found) !=
-          cudaSuccess ||
-      found != cudaDriverEntryPointSuccess) {
-    return {"the CUDA driver has no cuTensorMapEncodeTiled"};
-  }
-  const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol)(
+  const CUresult encoded = encoder(
       &result->map, p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
       tensor.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       shape.panel_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
