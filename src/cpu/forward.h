@@ -117,8 +117,11 @@ class Forward {
         p.lse.template at<Real>(b, n)[(i + r) * p.lse.row] = dead ? -kInfinity : maximum + std::log(sum);
       }
       ops.transpose({t.out + int64_t{at} * dv_, L}, dv_, L, {t.rows, dv_});
-      for (int r = 0; r < rows; r++)
+      for (int r = 0; r < rows; r++) {
+        // Not 0 times what the keys of the live rows beside it left there, which may be Inf or NaN.
+        if (shrink[r] == 0) std::fill_n(t.rows + r * dv_, dv_, Real(0));
         ops.unpack({t.rows + r * dv_, dv_, 1}, 1, p.Dv, shrink[r], view<E>(p.out, b, n, i + r));
+      }
     }
   }
 

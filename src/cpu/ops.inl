@@ -1,4 +1,4 @@
-// The table of ops.h for the instruction set that the including file is compiled for, JAX_FLASH2_ISA.
+// The table of ops.h for the instruction set that the including file is compiled for.
 // Knows tiles and lanes, no batch, head or thread. Internal linkage throughout, for the reason given in element.h.
 #include "cpu/gemm.h"
 #include "cpu/ops.h"

@@ -45,15 +45,18 @@ void parallel_for(Executor& executor, int n_workers, int64_t count, const Body& 
       if (done == count) all_done.notify_all();
     }
   };
-  if (n_workers <= 1) {
+  std::shared_ptr<Loop> loop;
+  try {
+    if (n_workers > 1) {
+      loop = std::make_shared<Loop>();
+      loop->count = count, loop->body = &body;
+    }
+    for (int w = 1; w < n_workers; w++) executor.schedule([loop] { loop->work(-1); });
+  } catch (...) {  // no memory for more helpers: the caller does what they do not
+  }
+  if (!loop) {
     for (int64_t i = 0; i < count; i++) body(i, 0);
     return;
-  }
-  auto loop = std::make_shared<Loop>();
-  loop->count = count, loop->body = &body;
-  try {
-    for (int w = 1; w < n_workers; w++) executor.schedule([loop] { loop->work(-1); });
-  } catch (...) {  // fewer helpers: the caller does what they do not
   }
   loop->work(0);
   std::unique_lock lock(loop->mutex);
