@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 MAX_HEAD_DIM = 256
+LARGEST = 1e30  # of a static number: it and its inverse are ordinary float32 numbers
 MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -116,7 +117,7 @@ def flag(name: str, x: Any) -> bool:
 
 
 def check_implementation(name: Any, allowed: Sequence[str | None] = IMPLEMENTATIONS) -> None:
-    if name not in allowed:
+    if not (name is None or isinstance(name, str)) or name not in allowed:
         raise ValueError(
             f"implementation is {name!r}, which names no backend; it must be one of "
             f"{', '.join(map(repr, allowed))}. None takes the best one for the device the call runs on."
@@ -127,6 +128,10 @@ def array(name: str, x: Any) -> jax.Array:
     numbers = (jax.Array, np.ndarray, np.generic, bool, int, float)
     if not isinstance(x, numbers) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be an array. Convert it with jax.numpy.asarray.")
+    if isinstance(x, (np.ndarray, np.generic)) and not (
+        jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ):
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be an array of numbers. Convert it with .astype.")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)  # jax 0.7 mistypes it under vmap in an Explicit mesh
 
 
@@ -153,11 +158,14 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if k.shape[-3:-1] != v.shape[-3:-1]:
         raise ValueError(
             f"key and value must have the same length S and heads K, but got {shapes}: "
-            f"(S, K) = {k.shape[-3:-1]} and {v.shape[-3:-1]}."
+            f"(S, K) = {k.shape[-3:-1]} and {v.shape[-3:-1]}. The layout is [..., length, heads, head dim]."
         )
     (T, N, D), (S, K), Dv = q.shape[-3:], k.shape[-3:-1], v.shape[-1]
     if k.shape[-1] != D:
-        raise ValueError(f"query and key must have the same head dim D, but it is {D} and {k.shape[-1]}: {shapes}.")
+        raise ValueError(
+            f"query and key must have the same head dim D, but it is {D} and {k.shape[-1]}: {shapes}. "
+            "The layout is [..., length, heads, head dim]; zeros may pad the smaller one."
+        )
     for what, size in (("query heads N", N), ("key/value heads K", K), ("head dim D", D), ("value head dim Dv", Dv)):
         if size == 0:
             raise ValueError(f"{what} is 0, but there must be at least one: {shapes}. The layout is [..., T, N, D].")
@@ -167,6 +175,8 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"{shapes}. The layout is [..., T, N, D]; query head n reads key head n // (N / K)."
         )
     for what, size in (("head dim D", D), ("value head dim Dv", Dv)):
+        if not isinstance(size, int):
+            raise ValueError(f"{what} is the symbol {size}; it must be a number: {shapes}. Export one program a size.")
         if size > MAX_HEAD_DIM:
             raise ValueError(
                 f"{what} is {size}; at most {MAX_HEAD_DIM} is supported: {shapes}. "
@@ -217,6 +227,8 @@ def _integers(
     if x is None:
         return None
     # NumPy arrays stay NumPy's until they are clamped: JAX would cut int64 to int32 without asking.
+    if isinstance(x, int) and not isinstance(x, bool):
+        x = min(max(x, -1), MAX_LENGTH)
     x = np.asarray(x) if isinstance(x, (int, np.ndarray, np.generic)) else array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype. Cast it, e.g. .astype('int32').")
@@ -227,6 +239,8 @@ def _integers(
     low = max(low, int(np.iinfo(x.dtype).min))
     if isinstance(x, np.ndarray) and isinstance(high, int):
         return jnp.asarray(np.clip(x, low, high).astype(np.int32))
+    if isinstance(x, np.ndarray):  # high is symbolic, and below MAX_LENGTH
+        x = np.clip(x, low, MAX_LENGTH).astype(np.int32)
     x = jnp.asarray(x)
     bounds = (jnp.asarray(bound, dtype=x.dtype) for bound in (low, high))
     return jnp.clip(x, *bounds).astype(jnp.int32)
@@ -236,8 +250,11 @@ def _static_float(name: str, x: Any) -> float:
     if isinstance(x, jax.Array):
         raise TypeError(f"{name} is a JAX array; it must be a Python float, because it is compiled into the program.")
     if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} is {x!r}; it must be a Python float.")
-    return float(x)
+        raise TypeError(f"{name} is {x!r}; it must be a Python float. Convert it with float().")
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
 
 
 def _scale(x: Any, batch: Sequence[int]) -> float | jax.Array:
@@ -246,8 +263,8 @@ def _scale(x: Any, batch: Sequence[int]) -> float | jax.Array:
     if isinstance(x, (jax.Array, np.ndarray)) or hasattr(x, "__jax_array__"):
         return _operand("scale", x, batch, (), jnp.floating)  # type: ignore[return-value]
     value = _static_float("scale", x)
-    if not math.isfinite(value):
-        raise ValueError(f"scale is {value}; it must be finite. None means 1 / sqrt(D).")
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"scale is {value}; it must be finite, within +-{LARGEST:g}. None means 1 / sqrt(D).")
     return value
 
 
@@ -255,8 +272,11 @@ def _soft_cap(x: Any) -> float | None:
     if x is None:
         return None
     cap = _static_float("logits_soft_cap", x)
-    if not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"logits_soft_cap is {cap}; it must be finite and positive, or None for no cap.")
+    if not 1 / LARGEST <= cap <= LARGEST:
+        raise ValueError(
+            f"logits_soft_cap is {cap}; it must be positive and finite, between {1 / LARGEST:g} and {LARGEST:g}. "
+            "Use None for no cap."
+        )
     return cap
 
 
@@ -281,7 +301,7 @@ def _window(x: Any) -> tuple[int | None, int | None]:
 
 
 def _bottom_right(alignment: Any, matters: bool, T: int, S: int) -> bool:
-    if alignment is not None and alignment not in ALIGNMENTS:
+    if alignment is not None and not (isinstance(alignment, str) and alignment in ALIGNMENTS):
         raise ValueError(f"causal_alignment is {alignment!r}; it must be 'top_left' or 'bottom_right'.")
     if alignment is None and matters:
         raise ValueError(

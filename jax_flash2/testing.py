@@ -5,6 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+_FINFO: Any = jnp.finfo  # typed in some releases of what it comes from, untyped in others
+
 
 def error_bound(plain: Any, exact: Any, dtype: Any) -> float:
     """The largest absolute error allowed: twice that of plainly done mathematics, plus 8 eps(dtype) max|exact|.
@@ -21,7 +23,7 @@ def error_bound(plain: Any, exact: Any, dtype: Any) -> float:
     finite = np.isfinite(exact)
     error = np.abs(_wide(plain)[finite] - exact[finite]).max(initial=0)
     size = np.abs(exact[finite]).max(initial=0)
-    return float(2 * error + 8 * float(jnp.finfo(dtype).eps) * size)
+    return float(2 * error + 8 * float(_FINFO(dtype).eps) * size)
 
 
 def assert_accurate(got: Any, plain: Any, exact: Any, dtype: Any, name: str = "result") -> None:
@@ -43,5 +45,5 @@ def assert_accurate(got: Any, plain: Any, exact: Any, dtype: Any, name: str = "r
 
 
 def _wide(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x if x.dtype == np.longdouble else x.astype(np.float64)
+    array: np.ndarray = np.asarray(x)
+    return array if array.dtype == np.longdouble else array.astype(np.float64)

@@ -109,3 +109,18 @@ def test_the_result_has_one_structure_differentiated_or_not(device):
             primal, _ = jax.vjp(lambda x, k=keywords: attention(x, x, x, **k), x)
             assert jax.tree.structure(plain) == jax.tree.structure(primal)
             jax.tree.map(np.testing.assert_array_equal, plain, primal)
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf", "largest"])
+def test_empty_rows_beside_rows_that_overflow(poison, backend, dtype):
+    """A row that keeps no key is exactly 0, though the rows of its tile read Inf or NaN, or sum to Inf."""
+    with jax.enable_x64(dtype == "float64"), jax.default_device(jax.devices(backend)[0]):
+        rng = np.random.default_rng(3)
+        q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 2, 16)), dtype) for _ in range(3))
+        if poison == "largest":
+            v = jnp.full_like(v, jnp.finfo(dtype).max)
+        else:
+            k, v = k.at[:, 0].set(float(poison)), v.at[:, 1].set(float(poison))
+        out, lse = jax.jit(lambda *xs: attention(*xs, query_seq_lengths=3, return_residual=True))(q, k, v)
+        np.testing.assert_array_equal(out[:, 3:], 0)
+        np.testing.assert_array_equal(lse[:, 3:], -np.inf)

@@ -105,6 +105,12 @@ WRONG = {
     "negative soft cap": ({"logits_soft_cap": -3}, ValueError, ["logits_soft_cap", "-3.0"]),
     "infinite soft cap": ({"logits_soft_cap": float("inf")}, ValueError, ["logits_soft_cap", "inf"]),
     "NaN soft cap": ({"logits_soft_cap": float("nan")}, ValueError, ["logits_soft_cap", "nan"]),
+    "soft cap too small for float32": ({"logits_soft_cap": 1e-40}, ValueError, ["logits_soft_cap", "1e-40", "1e-30"]),
+    "soft cap too large for float32": ({"logits_soft_cap": 10**400}, ValueError, ["logits_soft_cap", "inf", "1e+30"]),
+    "scale too large for float32": ({"scale": 1e39}, ValueError, ["scale", "1e+39", "1e+30"]),
+    "scale of another kind": ({"scale": 1j}, TypeError, ["scale", "1j", "float()"]),
+    "alignments": ({**CAUSAL, "causal_alignment": np.array(["a", "b"])}, ValueError, ["causal_alignment", "top_left"]),
+    "objects": ({"query": np.array([[[None]]])}, TypeError, ["query", "object", "numbers"]),
     "traced soft cap": ({"logits_soft_cap": shape()}, TypeError, ["logits_soft_cap", "Python float"]),
     "slopes": ({"alibi_slopes": shape(2), **CAUSAL}, ValueError, ["alibi_slopes", "(2,)", "(2, 4)"]),
     "integer slopes": ({"alibi_slopes": shape(4, dtype=i32), **CAUSAL}, TypeError, ["alibi_slopes", "int32"]),
@@ -153,7 +159,7 @@ def test_key_without_a_batch_says_so_even_when_sizes_agree():
         trace(attention, {"key": shape(9, 2, 16), "value": shape(9, 2, 24)})
 
 
-@pytest.mark.parametrize("name", ["gpu", "xla", "cudnn", "CPU", 1, ""])
+@pytest.mark.parametrize("name", ["gpu", "xla", "cudnn", "CPU", 1, "", np.array(["cpu"])])
 def test_unknown_implementation(name):
     for call in (attention, dot_product_attention):
         with pytest.raises(ValueError, match="implementation") as error:

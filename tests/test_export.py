@@ -15,11 +15,12 @@ import types
 import calls
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
 import jax_flash2
-from jax_flash2 import _lowering, _native
+from jax_flash2 import _lowering, _native, attention
 from jax_flash2._spec import AttentionSpec
 
 FOLDER = pathlib.Path(__file__).parent / "exported"
@@ -108,6 +109,19 @@ def test_symbolic_shapes():
     shorter[1:3] = [x[:, :5] for x in shorter[1:3]]
     for xs in (args, shorter):
         calls.assert_close(loaded.call(*xs), jax.jit(_gradients)(*xs), jnp.bfloat16)
+
+
+def test_static_lengths_are_clamped_before_they_are_narrowed():
+    """2**32 + 2 is past any length; cut to 32 bits it would be 2."""
+    (s,) = export.symbolic_shape("s")
+
+    def call(query, key):
+        return attention(query, key, key, key_value_seq_lengths=np.asarray([2**32 + 2, 3], np.int64))
+
+    query, key = (jax.random.normal(jax.random.key(i), (2, 3 + i, n, D), jnp.bfloat16) for i, n in ((0, N), (4, K)))
+    loaded = _export(call, query, jax.ShapeDtypeStruct((2, s, K, D), key.dtype))
+    np.testing.assert_array_equal(loaded.call(query, key), jax.jit(call)(query, key))
+    np.testing.assert_array_equal(loaded.call(query, key)[0], attention(query[:1], key[:1], key[:1])[0])
 
 
 def test_export_checks_are_needed():
