@@ -2,13 +2,14 @@
 
 A register spill, or a WGMMA pipeline that ptxas serialised, costs tens of percent and no test sees it. So each unit of
 the build goes through here: spills above the unit's allowance, the notes C7510, C7512 and C7514, and a compiler that
-needs more than 2 GB fail it (--strict), or warn. Allowances are lines `unit architecture bytes  # why`, bytes being the
-spill stores plus loads of the worst function.
+needs more than 2 GB fail it (--strict), or warn. Allowances are lines `unit architecture bytes  # why`, unit being a
+shell pattern and bytes the spill stores plus loads of the worst function.
 
     nvcc_checked.py [--strict] ALLOWANCES nvcc ... -o dir/UNIT.cu.o      leaves dir/UNIT.ptxas.log
     nvcc_checked.py --report DIR                                         a table of all logs below DIR
 """
 
+import fnmatch
 import pathlib
 import re
 import resource
@@ -35,16 +36,16 @@ def by_arch(log: str, pattern: re.Pattern[str]) -> dict[str, int]:
     return worst
 
 
-def allowances(table: pathlib.Path) -> dict[tuple[str, str], int]:
+def allowance(table: pathlib.Path, unit: str, arch: str) -> int:
     rows = (line.split("#")[0].split() for line in table.read_text().splitlines())
-    return {(unit, arch): int(size) for unit, arch, size in filter(None, rows)}
+    return max((int(size) for u, a, size in filter(None, rows) if a == arch and fnmatch.fnmatch(unit, u)), default=0)
 
 
-def complaints(unit: str, log: str, allowed: dict[tuple[str, str], int]) -> list[str]:
+def complaints(unit: str, log: str, table: pathlib.Path) -> list[str]:
     found = [f"{unit}: {line.strip()}" for line in log.splitlines() if SERIALISED.search(line)]
     for arch, size in by_arch(log, SPILLS).items():
-        if size > allowed.get((unit, arch), 0):
-            found.append(f"{unit} for {arch} spills {size} bytes; {allowed.get((unit, arch), 0)} are allowed")
+        if size > (allowed := allowance(table, unit, arch)):
+            found.append(f"{unit} for {arch} spills {size} bytes; {allowed} are allowed")
     if (cost := COST.search(log)) and int(cost[2]) > MEMORY_MIB:
         found.append(f"{unit} needs {cost[2]} MiB to compile; {MEMORY_MIB} are allowed")
     return found
@@ -61,7 +62,7 @@ def compile_unit(table: pathlib.Path, command: list[str], strict: bool) -> int:
     output = pathlib.Path(command[command.index("-o") + 1])
     unit = output.name.split(".")[0]
     output.with_name(unit + ".ptxas.log").write_text(log)
-    found = complaints(unit, log, allowances(table))
+    found = complaints(unit, log, table)
     for line in [line for line in done.stdout.splitlines() if "warning" in line] + found:
         print(line)
     if found and strict:
