@@ -2,7 +2,7 @@
 
     python tests/record.py      says which sources the last recorded run tested; exit status 1 if not these
 
-gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run tests/gpu_runs.json` itself.
+gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself.
 """
 
 import datetime
@@ -56,7 +56,7 @@ def main(path: pathlib.Path = RUNS) -> int:
         last = f"the last recorded run ({runs[-1]['date']}, {runs[-1]['device']}) tested others"
     rule = "*" * 100
     print(f"{rule}\nSTALE: these native sources were never tested on a GPU: {last}.\nOn a machine with one, run")
-    print(f"    pytest --record-gpu-run {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n{rule}")
+    print(f"    pytest --record-gpu-run={path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n{rule}")
     return 1
 
 
