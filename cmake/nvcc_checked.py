@@ -1,7 +1,7 @@
 """Runs one nvcc command, keeps what ptxas said beside the object, and judges it. Knows ptxas's words, no kernel.
 
 A register spill, or a WGMMA pipeline that ptxas serialised, costs tens of percent and no test sees it. So each unit of
-the build goes through here: spills above the unit's allowance, the notes C7510, C7512 and C7514, and a compiler that
+the build goes through here: spills above the unit's allowance, the notes C7510, C7511, C7512 and C7514, and a compiler that
 needs more than 2 GB fail it (--strict), or warn. Allowances are lines `unit architecture bytes  # why`, unit being a
 shell pattern and bytes the spill stores plus loads of the worst function.
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 MEMORY_MIB = 2048
-SERIALISED = re.compile(r"\((C7510|C7512|C7514)\)")
+SERIALISED = re.compile(r"\((C7510|C7511|C7512|C7514)\)")
 ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
