@@ -1,9 +1,9 @@
 """Runs one nvcc command, keeps what ptxas said beside the object, and judges it. Knows ptxas's words, no kernel.
 
 A register spill, or a WGMMA pipeline that ptxas serialised, costs tens of percent and no test sees it. So each unit of
-the build goes through here: spills above the unit's allowance, the notes C7510, C7511, C7512 and C7514, and a compiler that
-needs more than 2 GB fail it (--strict), or warn. Allowances are lines `unit architecture bytes  # why`, unit being a
-shell pattern and bytes the spill stores plus loads of the worst function.
+the build goes through here: spills above the unit's allowance, the notes C7510, C7511, C7512 and C7514, and a compiler
+that needs more than 2 GB fail it (--strict), or warn. Allowances are lines `unit architecture bytes  # why`, unit being
+a shell pattern and bytes the spill stores plus loads of the worst function.
 
     nvcc_checked.py [--strict] ALLOWANCES nvcc ... -o dir/UNIT.cu.o      leaves dir/UNIT.ptxas.log
     nvcc_checked.py --report DIR                                         a table of all logs below DIR
