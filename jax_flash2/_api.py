@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks, reference
+from jax_flash2 import _checks, _options, reference
 from jax_flash2._spec import AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
@@ -104,9 +104,9 @@ def attention(
         remedy.
       NotImplementedError: right, but not served by the implementation that was asked for, or on this device.
     """
-    _checks.check_implementation(implementation)
-    deterministic = _checks.flag("deterministic", deterministic)
-    return_residual = _checks.flag("return_residual", return_residual)
+    _options.check_implementation(implementation)
+    deterministic = _options.flag("deterministic", deterministic)
+    return_residual = _options.flag("return_residual", return_residual)
     call = _checks.check(
         query,
         key,

@@ -5,7 +5,6 @@ what an option means (that is _api for the kernels and reference for the oracle)
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_flash2 import _options
+
 MAX_HEAD_DIM = 256
-LARGEST = 1e30  # of a static number: it and its inverse are ordinary float32 numbers
 MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-ALIGNMENTS = ("top_left", "bottom_right")
-IMPLEMENTATIONS = (None, "cuda", "cpu", "reference")
 
 
 class Call(NamedTuple):
@@ -74,14 +72,14 @@ def check(
         missing = "key_value_segment_ids" if key_value_segment_ids is None else "query_segment_ids"
         raise ValueError(f"{missing} is None, but ids need both sides. In self-attention pass the same array twice.")
 
-    window = _window(local_window_size)
-    is_causal = flag("is_causal", is_causal)
+    window = _options.window(local_window_size)
+    is_causal = _options.flag("is_causal", is_causal)
     positions_matter = is_causal or window != (None, None) or alibi_slopes is not None
     no_lengths = query_seq_lengths is None and key_value_seq_lengths is None
     aligned = no_lengths and isinstance(T, int) and isinstance(S, int) and T == S
-    bottom_right = _bottom_right(causal_alignment, positions_matter and not aligned, T, S)
+    bottom_right = _options.bottom_right(causal_alignment, positions_matter and not aligned, T, S)
 
-    rate = _static_float("dropout_rate", dropout_rate)
+    rate = _options.static_float("dropout_rate", dropout_rate)
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate is {rate}; it must be in [0, 1): the share of probabilities set to zero.")
     if rate > 0 and dropout_rng is None:
@@ -98,7 +96,7 @@ def check(
         is_causal=is_causal,
         bottom_right=bottom_right,
         window=window,
-        soft_cap=_soft_cap(logits_soft_cap),
+        soft_cap=_options.soft_cap(logits_soft_cap),
         alibi_slopes=_operand("alibi_slopes", alibi_slopes, batch, (("N", N),), jnp.floating),
         sinks=_operand("sinks", sinks, batch, (("N", N),), jnp.floating),
         query_lengths=_integers("query_seq_lengths", query_seq_lengths, batch, (), 0, T),
@@ -106,22 +104,8 @@ def check(
         query_ids=_integers("query_segment_ids", query_segment_ids, batch, (("T", T),), -1, 2**31 - 1),
         key_ids=_integers("key_value_segment_ids", key_value_segment_ids, batch, (("S", S),), -1, 2**31 - 1),
         dropout_rate=rate,
-        dropout_rng=None if dropout_rng is None else _rng(dropout_rng),
+        dropout_rng=None if dropout_rng is None else _options.rng(dropout_rng),
     )
-
-
-def flag(name: str, x: Any) -> bool:
-    if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name} is {x!r}; it must be a Python bool, because it selects the program that is compiled.")
-    return bool(x)
-
-
-def check_implementation(name: Any, allowed: Sequence[str | None] = IMPLEMENTATIONS) -> None:
-    if not (name is None or isinstance(name, str)) or name not in allowed:
-        raise ValueError(
-            f"implementation is {name!r}, which names no backend; it must be one of "
-            f"{', '.join(map(repr, allowed))}. None takes the best one for the device the call runs on."
-        )
 
 
 def array(name: str, x: Any) -> jax.Array:
@@ -246,76 +230,12 @@ def _integers(
     return jnp.clip(x, *bounds).astype(jnp.int32)
 
 
-def _static_float(name: str, x: Any) -> float:
-    if isinstance(x, jax.Array):
-        raise TypeError(f"{name} is a JAX array; it must be a Python float, because it is compiled into the program.")
-    if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} is {x!r}; it must be a Python float. Convert it with float().")
-    try:
-        return float(x)
-    except OverflowError:
-        return math.inf if x > 0 else -math.inf
-
-
 def _scale(x: Any, batch: Sequence[int]) -> float | jax.Array:
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
     if isinstance(x, (jax.Array, np.ndarray)) or hasattr(x, "__jax_array__"):
         return _operand("scale", x, batch, (), jnp.floating)  # type: ignore[return-value]
-    value = _static_float("scale", x)
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"scale is {value}; it must be finite, within +-{LARGEST:g}. None means 1 / sqrt(D).")
+    value = _options.static_float("scale", x)
+    if not abs(value) <= _options.LARGEST:
+        raise ValueError(f"scale is {value}; it must be finite, within +-{_options.LARGEST:g}. None means 1 / sqrt(D).")
     return value
-
-
-def _soft_cap(x: Any) -> float | None:
-    if x is None:
-        return None
-    cap = _static_float("logits_soft_cap", x)
-    if not 1 / LARGEST <= cap <= LARGEST:
-        raise ValueError(
-            f"logits_soft_cap is {cap}; it must be positive and finite, between {1 / LARGEST:g} and {LARGEST:g}. "
-            "Use None for no cap."
-        )
-    return cap
-
-
-def _window(x: Any) -> tuple[int | None, int | None]:
-    if x is None:
-        return None, None
-    left, right = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, x)
-    for side in (left, right):
-        if side is None and isinstance(x, (tuple, list)):
-            continue
-        if isinstance(side, (bool, np.bool_)) or not isinstance(side, (int, np.integer)):
-            raise TypeError(
-                f"local_window_size is {x!r}; it must be an int (both sides) or a pair (left, right) of ints, "
-                "with None for an open side."
-            )
-        if side < 0:
-            raise ValueError(
-                f"local_window_size is {x!r}; a side must be 0 or more (the query's own position is always inside). "
-                "Use None for an open side."
-            )
-    return tuple(None if side is None else operator.index(side) for side in (left, right))  # type: ignore[return-value]
-
-
-def _bottom_right(alignment: Any, matters: bool, T: int, S: int) -> bool:
-    if alignment is not None and not (isinstance(alignment, str) and alignment in ALIGNMENTS):
-        raise ValueError(f"causal_alignment is {alignment!r}; it must be 'top_left' or 'bottom_right'.")
-    if alignment is None and matters:
-        raise ValueError(
-            f"causal_alignment is None, but with T = {T}, S = {S}, or with sequence lengths, a causal mask, window or "
-            "ALiBi can start at either corner. Choose 'top_left', query i stands at key i (as jax.nn has it), or "
-            "'bottom_right', the last query stands at the last key (as FlashAttention 2.1 and KV caches have it)."
-        )
-    return matters and bool(alignment == "bottom_right")
-
-
-def _rng(x: Any) -> jax.Array:
-    typed = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    raw = not typed and hasattr(x, "dtype") and x.dtype == np.uint32 and x.ndim == 1
-    if not raw and not (typed and x.ndim == 0):
-        got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
-        raise TypeError(f"dropout_rng is {got}; it must be one key, as jax.random.key(seed) makes it.")
-    return x if typed else jnp.asarray(x)

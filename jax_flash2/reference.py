@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks
+from jax_flash2 import _checks, _options
 
 
 def attention(
@@ -42,7 +42,8 @@ def attention(
 
     Differentiable any number of times, in both modes. Always deterministic.
     """
-    return_residual, _ = _checks.flag("return_residual", return_residual), _checks.flag("deterministic", deterministic)
+    return_residual = _options.flag("return_residual", return_residual)
+    _options.flag("deterministic", deterministic)
     call = _checks.check(
         query,
         key,
@@ -175,7 +176,7 @@ def _score(call: _checks.Call, q: jax.Array, k: jax.Array, keep: jax.Array) -> j
     return s
 
 
-def _sink(call: _checks.Call, dtype: jnp.dtype) -> jax.Array:
+def _sink(call: _checks.Call, dtype: Any) -> jax.Array:
     """[*#B, #N, #T]: the logit of the key without a value."""
     if call.sinks is None:
         return jnp.full((1,) * (call.query.ndim - 1), -jnp.inf, dtype)
