@@ -15,6 +15,12 @@ elsewhere = [p for p in sys.path if pathlib.Path(p).resolve() != TREE]
 if importlib.machinery.PathFinder.find_spec("jax_flash2", elsewhere) is not None:
     sys.path[:] = elsewhere
 
+from bench import supervise  # noqa: E402
+
+status = supervise.main(sys.argv[1:])
+if status is not None:
+    sys.exit(status)
+
 from bench import run  # noqa: E402
 
 run.start()

@@ -1,7 +1,8 @@
 """What is measured: shapes as plain data, and the arithmetic they cost. Knows nothing of implementations or clocks.
 
 A case is one attention call. Suites are lists of cases: `grid` is the FlashAttention-2 paper's (16k tokens, hidden size
-2048), `shapes` what models in use call, `cpu` what a CPU can finish, `small` a smoke test.
+2048), `users` what most models call, `shapes` more of it, `adversarial` inputs that are hard for a softmax that goes
+block by block, `cpu` what a CPU can finish, `small` a smoke test.
 """
 
 import dataclasses
@@ -9,6 +10,11 @@ import dataclasses
 import numpy as np
 
 PASSES = ("fwd", "bwd", "step")
+
+# Inputs are standard normal, and the keys multiplied by a factor that goes from 1 to this over their positions, or down
+# from this to 1. With 16, scores differ by tens of powers of two; with 64, by more than a float32 holds (2^127).
+GROWTH = {"rising": 16.0, "falling": 16.0, "rising_far": 64.0, "falling_far": 64.0}
+DATA = ("normal", "zero", *GROWTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Case:
     dv: int = 0  # 0: as d
     window: int | None = None
     dtype: str = ""  # "": the device's usual one
+    data: str = "normal"  # or another of DATA
 
     def __post_init__(self) -> None:
         for field, like in (("sk", "sq"), ("hk", "h"), ("dv", "d")):
@@ -32,13 +39,16 @@ class Case:
                 object.__setattr__(self, field, getattr(self, like))
         if self.window is not None and not self.causal:
             raise ValueError(f"{self}: a window is measured with a causal mask only")
+        if self.data not in DATA:
+            raise ValueError(f"{self}: data must be one of {DATA}")
 
     @property
     def label(self) -> str:
         mask = ("causal" if self.causal else "full") + (f" w{self.window}" if self.window is not None else "")
         length = f"t{self.sq}" + (f"/{self.sk}" if self.sk != self.sq else "")
         width = f"d{self.d}" + (f"/{self.dv}" if self.dv != self.d else "")
-        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}"
+        data = "" if self.data == "normal" else f" {self.data}"
+        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}"
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -62,7 +72,8 @@ class Case:
 
     def row(self) -> dict:
         """The fields of a result row that name the case."""
-        return {key: getattr(self, key) for key in ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b")}
+        keys = ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "data")
+        return {key: getattr(self, key) for key in keys}
 
 
 def grid() -> list[Case]:
@@ -74,21 +85,40 @@ def grid() -> list[Case]:
     ]
 
 
-def shapes() -> list[Case]:
+def users() -> list[Case]:
     return [
         Case(b=8, sq=1024, h=12, d=64, causal=True),  # GPT-2 small
-        Case(b=32, sq=577, h=16, d=64, causal=False),  # ViT-L at 336 pixels: an odd length
-        Case(b=16, sq=448, sk=1500, h=20, d=64, causal=False),  # Whisper large, cross attention
-        Case(b=4, sq=1000, h=16, d=128, causal=True),  # a length that is no multiple of a tile
+        Case(b=4, sq=1000, h=16, d=128, causal=True),  # a length that is no multiple of a tile,
+        Case(b=4, sq=1024, h=16, d=128, causal=True),  # and its neighbour that is
+        Case(b=4, sq=1000, h=16, d=128, causal=False),
+        Case(b=4, sq=1024, h=16, d=128, causal=False),
         Case(b=1, sq=4096, h=8, d=128, causal=True),  # few blocks: does the grid fill the chip?
         Case(b=2, sq=8192, h=32, hk=8, d=128, causal=True),  # Llama 3 8B
+        Case(b=1, sq=16384, h=16, d=128, causal=True, window=1024),
+        Case(b=2, sq=4096, h=16, d=192, dv=128, causal=True),  # DeepSeek's latent attention in training
         Case(b=1, sq=32768, h=16, hk=2, d=128, causal=True),  # long context, wide groups
+    ]
+
+
+def shapes() -> list[Case]:
+    return [
+        *users(),
+        Case(b=32, sq=577, h=16, d=64, causal=False),  # ViT-L at 336 pixels: an odd length
+        Case(b=16, sq=448, sk=1500, h=20, d=64, causal=False),  # Whisper large, cross attention
         Case(b=1, sq=1024, sk=16384, h=32, hk=8, d=128, causal=True),  # a chunk of a long prompt, bottom-right
         Case(b=1, sq=16384, h=32, hk=8, d=128, causal=True, window=4095),  # Mistral 7B
-        Case(b=1, sq=16384, h=16, d=128, causal=True, window=1024),
         Case(b=2, sq=8192, h=8, hk=4, d=256, causal=True),  # Gemma 2
         Case(b=8, sq=2048, h=32, d=96, causal=True),  # Phi-3 mini
         Case(b=8, sq=2048, h=32, d=80, causal=True),  # Phi-2: a head dim between two tile sizes
+    ]
+
+
+def adversarial() -> list[Case]:
+    return [
+        Case(b=4, sq=4096, h=2048 // d, d=d, causal=causal, data=data)
+        for d in (64, 128)
+        for causal in (False, True)
+        for data in DATA
     ]
 
 
@@ -108,7 +138,15 @@ def small() -> list[Case]:
         Case(b=2, sq=96, h=4, hk=2, d=32, causal=True),
         Case(b=1, sq=40, sk=72, h=2, d=16, causal=False),
         Case(b=1, sq=130, h=2, d=24, causal=True, window=31),
+        Case(b=1, sq=130, h=2, d=24, causal=False, data="rising_far"),
     ]
 
 
-SUITES = {"grid": grid, "shapes": shapes, "cpu": cpu, "small": small}
+SUITES = {
+    "grid": grid,
+    "users": users,
+    "shapes": shapes,
+    "adversarial": adversarial,
+    "cpu": cpu,
+    "small": small,
+}

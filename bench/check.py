@@ -36,7 +36,7 @@ def _x64() -> contextlib.AbstractContextManager:
 
 def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
     """Attention and its gradient, operands rounded to `narrow` before each product, sums in `wide`."""
-    left, right, offset = bounds
+    left, right, offset, last_row, last_key = bounds
     scale = scale.astype(wide)
 
     def dot(spec, a, b):
@@ -44,19 +44,19 @@ def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
         return jnp.einsum(spec, a, b, preferred_element_type=wide, precision="highest")
 
     heads, length, _ = q.shape
-    padded = -(-length // ROWS) * ROWS
+    whole = -(-length // ROWS) * ROWS
 
     def blocks(x):
-        x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0)))
-        return x.reshape(heads * padded // ROWS, ROWS, x.shape[-1])
+        x = jnp.pad(x, ((0, 0), (0, whole - length), (0, 0)))
+        return x.reshape(heads * whole // ROWS, ROWS, x.shape[-1])
 
-    rows = jnp.tile(jnp.arange(padded), heads).reshape(-1, ROWS, 1)
+    rows = jnp.tile(jnp.arange(whole), heads).reshape(-1, ROWS, 1)
     keys = jnp.arange(k.shape[0])
 
     def step(sums, block):
         i, q, g = block
         middle = i + offset
-        keep = (i < length) & (keys >= middle - left) & (keys <= middle + right)
+        keep = (i <= last_row) & (keys <= last_key) & (keys >= middle - left) & (keys <= middle + right)
         s = jnp.where(keep, dot("id,jd->ij", q, k) * scale, -jnp.inf)
         top = jnp.max(s, axis=1, keepdims=True)
         e = jnp.where(keep, jnp.exp(s - jnp.where(jnp.isinf(top), 0, top)), 0)
@@ -73,12 +73,13 @@ def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
     (dk, dv), (out, dq) = jax.lax.scan(step, zeros, (rows, blocks(q), blocks(g)))
 
     def joined(x):
-        return x.reshape(heads, padded, -1)[:, :length]
+        return x.reshape(heads, whole, -1)[:, :length]
 
     return tuple(x.astype(narrow) for x in (joined(out), joined(dq), dk, dv))
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+# Choosing the fastest product would take longer than any product does.
+@functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_gpu_autotune_level": 0})
 def _exact_and_excused(q, k, v, g, bounds, scale, dtype):
     exact = _answer(q, k, v, g, bounds, scale, narrow=jnp.float64, wide=jnp.float64)
     wide = jnp.float64 if dtype == "float64" else jnp.float32
@@ -91,6 +92,13 @@ def _exact_and_excused(q, k, v, g, bounds, scale, dtype):
     return exact, jnp.stack(excused)
 
 
+def padded(x: np.ndarray) -> np.ndarray:
+    """With zeros behind its rows and columns, so that sizes share a program: compiling costs more than computing."""
+    *_, length, width = x.shape
+    rows = next((size for size in (4096, 16384) if length <= size), length)
+    return np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - length), (0, max(256 - width, 0))])
+
+
 class Check:
     """The reference for one sampled head of a case, and the verdict on an implementation's answer."""
 
@@ -99,18 +107,15 @@ class Check:
         rng = np.random.default_rng(seed)
         b, kv = int(rng.integers(case.b)), int(rng.integers(case.hk))
         self._at = {True: (b, slice(None), slice(kv * group, (kv + 1) * group)), False: (b, slice(None), kv)}
-        dims = (case.d, case.d, case.dv, case.dv)
-        # On a GPU compiling costs more than computing: zero columns change nothing and let head dims share a program.
-        width = 256 if jax.default_backend() == "gpu" and max(dims) <= 256 else 0
         arrays = []
-        for (name, x), d in zip(inputs.items(), dims, strict=True):
+        for name, x in inputs.items():
             x = self._head(np.asarray(x), name in ("query", "dout")).astype(np.float64)
-            arrays.append(np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, max(width - d, 0))]))
+            arrays.append(padded(x) if jax.default_backend() == "gpu" else x)
         with _x64():
-            bounds = tuple(jnp.asarray(x) for x in case.bounds)
+            bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
             exact, excused = _exact_and_excused(*arrays, bounds, jnp.asarray(case.d**-0.5), dtype=case.dtype)
-            out_dims = (case.dv, case.d, case.d, case.dv)
-            self.exact = Answer(*(np.asarray(x)[..., :d] for x, d in zip(exact, out_dims, strict=True)))
+            sizes = ((case.sq, case.dv), (case.sq, case.d), (case.sk, case.d), (case.sk, case.dv))
+            self.exact = Answer(*(np.asarray(x)[..., :t, :d] for x, (t, d) in zip(exact, sizes, strict=True)))
             self.excused = np.asarray(excused)
 
     def _head(self, x: np.ndarray, of_query: bool) -> np.ndarray:

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from bench.cases import Case
 
 OURS = "jax_flash2"
+KEYS = ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b", "data")
+LOW = 0.95  # a cell whose ratio to its best rival is below this is named
 
 
 def with_ratios(cell: list[dict]) -> list[dict]:
@@ -40,9 +42,19 @@ def _cells(rows: Iterable[dict]) -> dict[tuple, dict[str, float]]:
     """{cell: {implementation: us}}"""
     cells: dict[tuple, dict[str, float]] = {}
     for row in rows:
-        key = tuple(row[x] for x in ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b"))
-        cells.setdefault(key, {})[row["impl"]] = row["us"]
+        cells.setdefault(_key(row), {})[row["impl"]] = row["us"]
     return cells
+
+
+def _key(row: dict) -> tuple:
+    return tuple(row.get(x, "normal") if x == "data" else row[x] for x in KEYS)
+
+
+def _where(key: tuple) -> str:
+    _, d, dv, dtype, causal, window, sq, sk, h, hk, b, data = key
+    mask = ("causal" if causal else "full") + (f" w{window}" if window is not None else "")
+    width, length = f"d{d}" + (f"/{dv}" if dv != d else ""), f"t{sq}" + (f"/{sk}" if sk != sq else "")
+    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}" + ("" if data == "normal" else f" {data}")
 
 
 def geometric_means(rows: list[dict]) -> list[dict]:
@@ -74,11 +86,50 @@ def summary(rows: list[dict]) -> str:
         return f"no cell has both {OURS} and a rival"
     lines = [f"rival's time / {OURS}'s (above 1: {OURS} is faster)", "pass d     rival        cells  mean  worst"]
     for x in means:
-        mode, d, _, dtype, causal, _, sq, _, h, hk, b = x["at"]
-        where = f"{dtype} d{d} {'causal' if causal else 'full'} t{sq} h{h}/{hk} b{b}"
-        what = f"{mode:4s} {x['d'] or 'all'!s:5s} {x['rival']:12s}"
-        lines.append(f"{what} {x['cells']:5d} {x['mean']:5.2f} {x['worst']:6.2f} at {where}")
+        what = f"{x['mode']:4s} {x['d'] or 'all'!s:5s} {x['rival']:12s}"
+        lines.append(f"{what} {x['cells']:5d} {x['mean']:5.2f} {x['worst']:6.2f} at {_where(x['at'])}")
     return "\n".join(lines)
+
+
+def best_rivals(rows: list[dict]) -> dict[tuple, tuple[str, float]]:
+    """{cell: (its best rival, that rival's time over ours)}"""
+    found = {}
+    for key, times in _cells(rows).items():
+        rivals = {name: us for name, us in times.items() if name != OURS}
+        if OURS in times and rivals:
+            best = min(rivals, key=lambda name: rivals[name])
+            found[key] = best, rivals[best] / times[OURS]
+    return found
+
+
+def bars(rows: list[dict], meta: dict) -> str:
+    """What is promised of the kernels, read off these rows: against the best rival of each cell, against the matrix
+    product, at lengths that are no multiple of a tile, and on inputs that are hard for a softmax."""
+    lines, best = [], best_rivals(rows)
+    for mode in dict.fromkeys(key[0] for key in best):
+        ratios = {key: x for key, x in best.items() if key[0] == mode}
+        mean = math.exp(sum(math.log(ratio) for _, ratio in ratios.values()) / len(ratios))
+        worst = min(ratios, key=lambda key: ratios[key][1])
+        low = {key: x for key, x in ratios.items() if x[1] < LOW}
+        lines.append(
+            f"{mode}: best rival / {OURS}: geometric mean {mean:.3f}, lowest {ratios[worst][1]:.3f}, "
+            f"{len(ratios)} cells, {len(low)} below {LOW}"
+        )
+        lines += [f"  {ratio:.3f} ({name}) {_where(key)}" for key, (name, ratio) in sorted(low.items(), key=str)]
+    ours = {_key(row): row for row in rows if row["impl"] == OURS}
+    for key, row in ours.items():
+        if row["mode"] == "fwd" and row["d"] == row["dv"] == 128 and not row["causal"] and row["sq"] >= 8192:
+            product = meta["matmul"]["tflops"]
+            lines.append(f"matmul: {row['tflops']:.0f} of {product:.0f} TFLOP/s, {row['of_matmul']:.3f} {_where(key)}")
+        even = ours.get(_key(row | {"sq": 1024, "sk": 1024})) if row["sq"] == row["sk"] == 1000 else None
+        if even:
+            ratio = row["tflops"] / even["tflops"]
+            lines.append(f"lengths: T = 1000 at {ratio:.3f} of T = 1024 per FLOP, {row['mode']} {_where(key)}")
+        plain = ours.get(_key(row | {"data": "normal"})) if row.get("data", "normal") != "normal" else None
+        if plain:
+            ratio = plain["us"] / row["us"]
+            lines.append(f"data: {ratio:.3f} of the speed on normal inputs, {row['mode']} {_where(key)}")
+    return "\n".join(lines or ["no cell that a promise speaks of"])
 
 
 def markdown(results: dict) -> str:
@@ -97,20 +148,27 @@ def markdown(results: dict) -> str:
     for x in means:
         head = f"| {x['mode']} | {x['d'] or 'all'} | {x['rival']} | {x['cells']} |"
         lines.append(f"{head} {x['mean']:.2f}x | {x['worst']:.2f}x |")
+    best = best_rivals(rows)
     names = list(dict.fromkeys(row["impl"] for row in rows))
     lines += ["", f"{unit}, and in brackets the share of the matmul rate:", ""]
     lines += [
-        "| pass | dtype | D | mask | T | heads | B | " + " | ".join(names) + " |",
-        "| --- " * (7 + len(names)) + "|",
+        "| pass | dtype | D | mask | T | heads | B | " + " | ".join(names) + " | ratio to the best |",
+        "| --- " * (8 + len(names)) + "|",
     ]
     cells: dict[tuple, dict[str, str]] = {}
     for row in rows:
         mask = ("causal" if row["causal"] else "full") + (f", window {row['window']}" if row["window"] else "")
         length = f"{row['sq']}" if row["sq"] == row["sk"] else f"{row['sq']} / {row['sk']}"
-        key = (row["mode"], row["dtype"], row["d"], mask, length, f"{row['h']} / {row['hk']}", row["b"])
-        cells.setdefault(key, {})[row["impl"]] = f"{row['tflops'] * scale:.0f} ({row['of_matmul']:.0%})"
+        mask += "" if row.get("data", "normal") == "normal" else f", {row['data']}"
+        width = row["d"] if row["d"] == row["dv"] else f"{row['d']} / {row['dv']}"
+        key = (row["mode"], row["dtype"], width, mask, length, f"{row['h']} / {row['hk']}", row["b"])
+        cell = cells.setdefault(key, {})
+        cell[row["impl"]] = f"{row['tflops'] * scale:.0f} ({row['of_matmul']:.0%})"
+        if _key(row) in best:
+            cell["ratio"] = "{1:.2f} ({0})".format(*best[_key(row)])
     for key, cell in cells.items():
-        lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(cell.get(name, '-') for name in names)} |")
+        figures = " | ".join(cell.get(name, "-") for name in [*names, "ratio"])
+        lines.append(f"| {' | '.join(map(str, key))} | {figures} |")
     return "\n".join(lines)
 
 
@@ -122,4 +180,6 @@ def left_out(items: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(pathlib.Path(sys.argv[1]).read_text())))
+    results = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    print(bars(results["rows"], results["meta"]) + "\n")
+    print(markdown(results))

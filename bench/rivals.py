@@ -4,6 +4,7 @@ Found at run time: an absent one says why. Ours is one of them and gets no speci
 """
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cases import Case
+from bench.cases import GROWTH, Case
 from bench.timing import Timer
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -28,22 +29,24 @@ def first_line(error: BaseException) -> str:
 
 
 def make_inputs(case: Case, seed: int) -> Inputs:
-    """Standard normal arrays, made on the device; drawn flat, so that cases of one size share the compiled program."""
+    """The arrays of a case's `data`, made on the device; drawn flat, so that cases of one size share the program."""
 
     def draw(key: jax.Array, *shape: int) -> jax.Array:
-        return _normal(key, int(np.prod(shape)), case.dtype).reshape(shape)
+        count = int(np.prod(shape))
+        flat = jnp.zeros(count, jnp.float32) if case.data == "zero" else _normal_f32(key, count)
+        return flat.reshape(shape)
 
     keys = jax.random.split(jax.random.key(seed), 4)
-    return {
+    arrays = {
         "query": draw(keys[0], case.b, case.sq, case.h, case.d),
         "key": draw(keys[1], case.b, case.sk, case.hk, case.d),
         "value": draw(keys[2], case.b, case.sk, case.hk, case.dv),
         "dout": draw(keys[3], case.b, case.sq, case.h, case.dv),
     }
-
-
-def _normal(key: jax.Array, count: int, dtype: str) -> jax.Array:
-    return _normal_f32(key, count).astype(dtype)
+    if case.data in GROWTH:
+        ends = (1.0, GROWTH[case.data]) if case.data.startswith("rising") else (GROWTH[case.data], 1.0)
+        arrays["key"] *= jnp.linspace(*ends, case.sk, dtype=jnp.float32)[:, None, None]
+    return {name: x.astype(case.dtype) for name, x in arrays.items()}
 
 
 _normal_f32 = jax.jit(lambda key, count: jax.random.normal(key, (count,), jnp.float32), static_argnums=1)
@@ -96,10 +99,12 @@ class JaxLoaded(Loaded):
             forward = jax.jit(self._attention)
             return lambda: forward(*qkv)
         if mode == "bwd":
-            # The vjp is a pytree of its residuals: made once, it enters the backward program as an argument.
+            # The vjp is a pytree of its residuals: made once, they enter the backward program as arguments. Taken
+            # apart here, because doing so at every call would cost a short backward more than its dispatch.
             _, pullback = jax.jit(lambda *x: jax.vjp(self._attention, *x))(*qkv)
-            backward = jax.jit(lambda pullback, dout: pullback(dout))
-            return lambda: backward(pullback, dout)
+            residuals, tree = jax.tree.flatten(pullback)
+            backward = jax.jit(lambda dout, *residuals: jax.tree.unflatten(tree, residuals)(dout))
+            return lambda: backward(dout, *residuals)
 
         def loss(query, key, value, dout):
             return jnp.sum(self._attention(query, key, value).astype(jnp.float32) * dout.astype(jnp.float32))
@@ -185,6 +190,11 @@ class JaxNN(JaxImplementation):
 class Tokamax(JaxImplementation):
     name, about, module = "tokamax", "tokamax, Pallas Mosaic GPU kernels", "tokamax"
 
+    def missing(self) -> str | None:
+        # It warns of every shape that its table of tuned tiles lacks, by a line of a thousand letters.
+        logging.getLogger("absl").addFilter(lambda record: not str(record.msg).startswith("Autotuning cache miss"))
+        return super().missing()
+
     def attention(self, case: Case) -> Attention:
         import tokamax
 
@@ -206,7 +216,7 @@ class FlashAttention3(JaxImplementation):
 
 
 class FlashAttention4(JaxImplementation):
-    name, about, module = "fa4", "FlashAttention-4 (CuTe DSL) through fa4_jax", "fa4_jax"
+    name, about, module = "fa4", "FlashAttention-4 (CuTe DSL) through fa4_jax", "fa4_jax.kernels"
     bottom_right = True
 
     def attention(self, case: Case) -> Attention:

@@ -4,17 +4,20 @@ Figures follow one protocol for all (timing.py). Whatever is not measured is lis
 case it does not serve, a wrong answer, a spent budget.
 """
 
+import contextlib
 import dataclasses
 import datetime
-import importlib
-import json
+import faulthandler
+import importlib.metadata
+import os
 import pathlib
 import platform
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from absl import app, flags, logging
 
 from bench import cases, report
 from bench.check import Check
+from bench.results_file import ResultsFile
 from bench.rivals import Implementation, find, first_line, make_inputs, on_gpu
 from bench.timing import Budget, Figure, Protocol, Timer
 
@@ -36,7 +40,9 @@ _BATCH_MS = flags.DEFINE_float("batch_ms", 50.0, "length of a batch of back-to-b
 _REST = flags.DEFINE_float("rest", 0.2, "seconds of rest before a measurement", lower_bound=0)
 _TIME_BUDGET = flags.DEFINE_float("time_budget", 0, "seconds for the whole run, by fewer rounds; 0: no limit")
 _SEED = flags.DEFINE_integer("seed", 0, "of inputs and orders")
-_JSON = flags.DEFINE_string("json", None, 'write {"meta", "rows"} to this file, after every case')
+_JSON = flags.DEFINE_string("json", None, 'write {"meta", "rows"} to this file, after every case and before every try')
+_RESUME = flags.DEFINE_bool("resume", False, "go on with the run that --json holds, without what ended its process")
+_PATIENCE = flags.DEFINE_float("patience", 150, "seconds that one try may take, where --json is given; 0: for ever")
 _PLOT = flags.DEFINE_string("plot", None, "write a PNG to this file")
 
 
@@ -62,38 +68,85 @@ class Matmul:
 class Run:
     """One run's state: what was found, measured and left out."""
 
-    def __init__(self, implementations: Sequence[Implementation], modes: Sequence[str], protocol: Protocol, seed: int):
+    def __init__(
+        self,
+        implementations: Sequence[Implementation],
+        modes: Sequence[str],
+        protocol: Protocol,
+        seed: int,
+        file: ResultsFile | None = None,
+        patience: float = 0,
+    ):
         self.implementations, self.modes, self.protocol, self.seed = implementations, modes, protocol, seed
-        self.rows: list[dict] = []
-        self.left_out: list[dict] = []
+        self.file = file or ResultsFile(None, resume=False)
+        self.rows, self.left_out = self.file.rows, self.file.left_out
+        self.meta: dict[str, Any] = {}
+        self.prepare_seconds = dict.fromkeys(["the check", *(x.name for x in implementations)], 0.0)
         self.matmul: Matmul | None = None
         self.matmul_rate = 0.0
-        self._random = random.Random(seed)
+        self._patience, self._random, self._start = patience, random.Random(seed), time.perf_counter()
 
     def leave_out(self, case: cases.Case, mode: str, name: str, reason: str) -> None:
         if not any((x["impl"], x["reason"]) == (name, reason) for x in self.left_out):
             logging.info("%s left out of %s %s: %s", name, mode, case.label, reason)
         self.left_out.append({"case": case.label, "mode": mode, "impl": name, "reason": reason})
 
+    def write(self) -> None:
+        seconds = {name: round(x, 1) for name, x in self.prepare_seconds.items()}
+        elapsed = round(self.file.elapsed + time.perf_counter() - self._start, 1)
+        self.file.write(self.meta | {"prepare_seconds": seconds, "elapsed": elapsed})
+
+    @contextlib.contextmanager
+    def trying(self, case: cases.Case, mode: str, name: str) -> Iterator[None]:
+        """Around what may end the process or never end: the file says what it was, and a watchdog ends it."""
+        if self._patience:
+            self.file.trying(self.meta | {"elapsed": self.file.elapsed}, case.label, mode, name)
+            faulthandler.dump_traceback_later(self._patience, exit=True)
+        try:
+            yield
+        finally:
+            if self._patience:
+                faulthandler.cancel_dump_traceback_later()
+        self.file.idle()
+
+    def give_up_on(self, case: cases.Case, mode: str, name: str, error: Exception) -> None:
+        """Whatever an implementation raises is a reason, not the end of the run, unless no other could run any more."""
+        self.leave_out(case, mode, name, first_line(error))
+        if on_gpu():
+            try:
+                jax.block_until_ready(jnp.zeros(8) + 1)
+            except Exception:
+                print(f"the device is lost in {name}, {mode} {case.label}: {first_line(error)}", flush=True)
+                os._exit(1)  # another process has a device again; see supervise.py
+        self.file.idle()
+
     def prepare(self, case: cases.Case) -> dict[str, dict[str, Timer]]:
         """{mode: {implementation: timer}} of the answers that are right."""
+        timers: dict[str, dict[str, Timer]] = {mode: {} for mode in self.modes}
+        began = time.perf_counter()
         inputs = make_inputs(case, self.seed)
         check = Check(case, inputs, self.seed)
-        timers: dict[str, dict[str, Timer]] = {mode: {} for mode in self.modes}
+        self.prepare_seconds["the check"] += time.perf_counter() - began
         for implementation in self.implementations:
-            refusal, loaded = implementation.refuses(case), None
+            name, refusal, loaded = implementation.name, implementation.refuses(case), None
+            began = time.perf_counter()
             for mode in self.modes:
                 fault = refusal
+                if fault is None and self.file.is_fatal(case.label, mode, name):
+                    fault = "ended the process, here or in other cases"
                 try:
                     if fault is None:
-                        loaded = loaded or implementation.load(case, inputs)
-                        fault = check.fault(loaded.answer(mode))
-                        timers[mode][implementation.name] = loaded.timer(mode)
-                except Exception as error:  # whatever a rival raises is a reason, not the end of the run
-                    fault = first_line(error)
-                if fault is not None:
-                    timers[mode].pop(implementation.name, None)
-                    self.leave_out(case, mode, implementation.name, fault)
+                        with self.trying(case, mode, name):
+                            loaded = loaded or implementation.load(case, inputs)
+                            fault = check.fault(loaded.answer(mode))
+                            timers[mode][name] = loaded.timer(mode)
+                    if fault is not None:
+                        timers[mode].pop(name, None)
+                        self.leave_out(case, mode, name, fault)
+                except Exception as error:
+                    timers[mode].pop(name, None)
+                    self.give_up_on(case, mode, name, error)
+            self.prepare_seconds[name] += time.perf_counter() - began
         return timers
 
     def time_matmul(self) -> Figure:
@@ -109,9 +162,10 @@ class Run:
         guesses: dict[str, float] = {}
         for name in list(timed):
             try:
-                guesses[name] = timed[name].guess()
+                with self.trying(case, mode, name):
+                    guesses[name] = timed[name].guess()
             except Exception as error:
-                self.leave_out(case, mode, name, first_line(error))
+                self.give_up_on(case, mode, name, error)
         rounds = budget.rounds(self.protocol.rounds, sum(map(self.protocol.cost, guesses.values())) or 1)
         if not rounds:
             for name in timers:
@@ -119,19 +173,42 @@ class Run:
             return
         seconds: dict[str, list[float]] = {name: [] for name in guesses}
         for _ in range(rounds):
-            for name in self._random.sample(list(guesses), len(guesses)):
-                seconds[name].append(timed[name].measure(self.protocol, guesses[name]))
+            for name in self._random.sample(list(seconds), len(seconds)):
+                try:
+                    with self.trying(case, mode, name):
+                        seconds[name].append(timed[name].measure(self.protocol, guesses[name]))
+                except Exception as error:
+                    del seconds[name]
+                    self.give_up_on(case, mode, name, error)
         beside = seconds.pop("matmul", None)
         matmul = self.matmul.flops / Figure.of(beside).seconds if beside else self.matmul_rate
         cell = []
         for name, each in seconds.items():
             figure, rate = Figure.of(each), case.flops(mode) / Figure.of(each).seconds
             cell.append(
-                {"impl": name, "mode": mode, **case.row(), "us": figure.seconds * 1e6, "tflops": rate / 1e12}
-                | {"spread": figure.spread, "rounds": rounds, "of_matmul": rate / matmul}
+                {"impl": name, "mode": mode, "case": case.label, **case.row(), "us": figure.seconds * 1e6}
+                | {"tflops": rate / 1e12, "spread": figure.spread, "rounds": rounds, "of_matmul": rate / matmul}
             )
-        self.rows += report.with_ratios(cell)
-        print(report.line(case, mode, cell), flush=True)
+        if cell:
+            self.rows += report.with_ratios(cell)
+            print(report.line(case, mode, cell), flush=True)
+
+    def case(self, case: cases.Case, budget: Budget) -> None:
+        """Prepares and measures one case, in all passes."""
+        began = time.perf_counter()
+        try:
+            timers = self.prepare(case)
+        except Exception as error:  # no inputs or no reference: too little memory
+            self.give_up_on(case, self.modes[0], "all", error)
+            timers = dict.fromkeys(self.modes)
+        budget.overhead(time.perf_counter() - began, len(self.modes))
+        for mode in self.modes:
+            if timers[mode]:
+                self.measure(case, mode, timers[mode], budget)
+            else:
+                budget.drop(1)
+        self.file.done.append(case.label)
+        self.write()
 
 
 def describe() -> dict:
@@ -145,15 +222,30 @@ def describe() -> dict:
         lines = info.read_text().splitlines() if info.exists() else []
         names = [x.split(":")[1].strip() for x in lines if x.startswith("model name")]
         found["device"] = f"{names[0]}, {len(names)} threads" if names else platform.processor()
-    for name in ("jax", "jaxlib", "torch", "tokamax", "dew_flash_attn", "fa4_jax", "jax_flash2"):
+    for name, package in (
+        ("jax", "jax"),
+        ("jaxlib", "jaxlib"),
+        ("torch", "torch"),
+        ("tokamax", "tokamax"),
+        ("dew_flash_attn", "dew_flash_attn_cu13"),
+        ("fa4_jax", "fa4_jax"),
+        ("jax_flash2", "jax_flash2"),
+    ):
         if name in sys.modules:
-            found[name] = getattr(sys.modules[name], "__version__", "?")
+            found[name] = getattr(sys.modules[name], "__version__", None) or _installed(package)
     native = f"jax_flash2.{'_cuda' if on_gpu() else '_cpu'}"
     try:
         found["source_digest"] = importlib.import_module(native).source_digest()
     except ImportError as error:
         found["source_digest"] = first_line(error)
     return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
 
 
 def chosen_cases(suite: str, dtype: str, only: Sequence[str]) -> list[cases.Case]:
@@ -177,7 +269,11 @@ def main(argv: Sequence[str]) -> int:
     implementations, missing = find(_IMPL.value)
     for name, reason in missing.items():
         print(f"missing  {name:12s} {reason}")
-    run = Run(implementations, modes, protocol, _SEED.value)
+    file = ResultsFile(_JSON.value, _RESUME.value)
+    run = Run(implementations, modes, protocol, _SEED.value, file, _PATIENCE.value if _JSON.value else 0)
+    if file.done:
+        print(f"resume   {len(file.done)} of {len(todo)} cases are done")
+        todo = [case for case in todo if case.label not in file.done]
 
     matmul = run.time_matmul()
     print(f"matmul   {run.matmul.what}: {run.matmul_rate / 1e12:.4g} TFLOP/s, spread {matmul.spread:.1%}")
@@ -185,44 +281,32 @@ def main(argv: Sequence[str]) -> int:
     least = len(todo) * len(modes) * len(implementations) * protocol.rounds * protocol.cost(1e-3)
     print(f"expect   {least:.0f} s of rests and batches, and compiling", flush=True)
 
-    meta = {"command": " ".join(["python -m bench", *sys.argv[1:]]), "suite": suite, "missing": missing}
-    meta["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    meta["matmul"] = {"what": run.matmul.what, "tflops": run.matmul_rate / 1e12, "spread": matmul.spread}
-    meta["protocol"] = dataclasses.asdict(protocol)
-    seconds = max(1.0, _TIME_BUDGET.value - (time.perf_counter() - start)) if _TIME_BUDGET.value else 0.0
+    command = [x for x in sys.argv[1:] if x != "--resume"]
+    run.meta = {"command": " ".join(["python -m bench", *command]), "suite": suite, "missing": missing}
+    run.meta["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    run.meta["matmul"] = {"what": run.matmul.what, "tflops": run.matmul_rate / 1e12, "spread": matmul.spread}
+    run.meta |= {"protocol": dataclasses.asdict(protocol), **describe()}
+    spent = file.elapsed + time.perf_counter() - start
+    seconds = max(1.0, _TIME_BUDGET.value - spent) if _TIME_BUDGET.value else 0.0
     budget = Budget(seconds, len(todo) * len(modes))
     for case in todo:
-        if budget.left() <= 0:
-            for mode in modes:
-                run.leave_out(case, mode, "all", "the time budget is spent")
+        if budget.left() > 0:
+            run.case(case, budget)
             continue
-        began = time.perf_counter()
-        timers = run.prepare(case)
-        budget.overhead(time.perf_counter() - began, len(modes))
         for mode in modes:
-            if timers[mode]:
-                run.measure(case, mode, timers[mode], budget)
-            else:
-                budget.drop(1)
-        del timers
-        if _JSON.value:
-            write(_JSON.value, {"meta": meta | describe() | {"left_out": run.left_out}, "rows": run.rows})
+            run.leave_out(case, mode, "all", "the time budget is spent")
+    run.write()
     print(report.summary(run.rows))
+    print(report.bars(run.rows, run.meta))
     print(report.left_out(run.left_out))
     if _PLOT.value:
         from bench import plot
 
-        plot.draw(run.rows, meta, _PLOT.value)
+        plot.draw(run.rows, run.meta, _PLOT.value)
+    print("prepared " + ", ".join(f"{name} {x:.0f} s" for name, x in run.prepare_seconds.items()))
     print(f"took     {time.perf_counter() - start:.0f} s")
     wrong = [x for x in run.left_out if x["impl"] == "jax_flash2" and x["reason"].startswith("wrong")]
     return 1 if wrong else 0
-
-
-def write(path: str, results: dict) -> None:
-    target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join(json.dumps(row) for row in results["rows"])
-    target.write_text(f'{{"meta": {json.dumps(results["meta"], indent=1)},\n"rows": [\n{rows}\n]}}\n')
 
 
 def start() -> None:

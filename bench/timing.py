@@ -5,6 +5,7 @@ enqueued back to back and the device is waited for once a batch, so that a libra
 slower than the device, as in a training loop.
 """
 
+import contextlib
 import dataclasses
 import gc
 import statistics
@@ -33,21 +34,24 @@ class Protocol:
 
 @dataclasses.dataclass(frozen=True)
 class Timer:
-    """A call to time. `queued` says that the device keeps a queue, so calls need not be waited for one by one."""
+    """A call to time. `queued` says that the device keeps a queue, so calls need not be waited for one by one; `within`
+    is entered once around calls back to back, for what a user's loop would set once too."""
 
     call: Callable[[], Any]
     wait: Callable[[Any], None]
     queued: bool
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def run(self, calls: int) -> float:
         """Seconds per call over `calls` calls back to back."""
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = self.call()
-            if not self.queued:
-                self.wait(result)
-        self.wait(result)
-        return (time.perf_counter() - start) / calls
+        with self.within():
+            start = time.perf_counter()
+            for _ in range(calls):
+                result = self.call()
+                if not self.queued:
+                    self.wait(result)
+            self.wait(result)
+            return (time.perf_counter() - start) / calls
 
     def guess(self) -> float:
         """A first estimate of the seconds per call, of a call that has run before."""

@@ -13,8 +13,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last, so that an installed jax_flash2 goes before the tree's uncompiled one
 
-from bench import cases, report, run  # noqa: E402
+from bench import cases, report, run, supervise  # noqa: E402
 from bench.check import Check  # noqa: E402
+from bench.results_file import ResultsFile  # noqa: E402
 from bench.rivals import Implementation, JaxImplementation, JaxNN, find, make_inputs  # noqa: E402
 from bench.timing import Budget, Figure, Protocol  # noqa: E402
 
@@ -125,6 +126,75 @@ def test_means_compare_cell_by_cell():
     assert means[32, "a"] == (2, pytest.approx(0.5**0.5), 0.5)
     assert (16, "a") not in means  # one cell is no mean
     assert "0.50" in report.summary(rows)
+
+
+def test_bars_are_read_off_the_rows():
+    rows = []
+    for t, us in ((1000, 10.0), (1024, 8.0)):
+        case = cases.Case(b=1, sq=t, h=2, d=16, causal=True, dtype="float32")
+        for name, times in (("jax_flash2", us), ("a", 9.0), ("b", 20.0)):
+            row = {"impl": name, "mode": "fwd", **case.row(), "us": times, "tflops": case.flops("fwd") / times / 1e6}
+            rows.append(row | {"of_matmul": 0.5})
+    said = report.bars(rows, {"matmul": {"tflops": 700.0}})
+    assert "geometric mean 1.006, lowest 0.900, 2 cells, 1 below 0.95" in said
+    assert "0.900 (a) float32 d16 causal t1000 h2/2 b1" in said
+    assert f"T = 1000 at {rows[0]['tflops'] / rows[3]['tflops']:.3f} of T = 1024" in said
+
+
+@pytest.mark.parametrize("data", cases.DATA)
+def test_keys_grow_with_their_position(data):
+    case = dataclasses.replace(SMALL[1], data=data)
+    key = np.asarray(make_inputs(case, 3)["key"])
+    plain = np.asarray(make_inputs(dataclasses.replace(case, data="normal"), 3)["key"])
+    factor = key / plain
+    assert (factor == factor[:1, :, :1, :1]).all() or np.allclose(factor, factor[:1, :, :1, :1], rtol=1e-5)
+    first, last = factor[0, 0, 0, 0], factor[0, -1, 0, 0]
+    top = cases.GROWTH.get(data, 0.0 if data == "zero" else 1.0)
+    low = 1.0 if data in cases.GROWTH else top
+    assert (first, last) == pytest.approx((top, low) if data.startswith("falling") else (low, top))
+
+
+def test_a_run_goes_on_where_it_died(tmp_path):
+    path = str(tmp_path / "results.json")
+    first = run.Run([JaxNN("xla")], ["fwd"], QUICK, 0, ResultsFile(path, resume=False), patience=300)
+    first.time_matmul()
+    first.case(SMALL[0], Budget(0, 1))
+    with first.trying(SMALL[1], "fwd", "jax_xla"):
+        pass  # the file on disk still names this try, as if the process had ended in it
+    assert supervise._blame(pathlib.Path(path)) == {"case": SMALL[1].label, "mode": "fwd", "impl": "jax_xla"}
+
+    again = run.Run([JaxNN("xla")], ["fwd"], QUICK, 0, ResultsFile(path, resume=True), patience=300)
+    assert again.file.done == [SMALL[0].label]
+    assert [row["sq"] for row in again.rows] == [SMALL[0].sq]
+    again.case(SMALL[1], Budget(0, 1))
+    assert [row["sq"] for row in again.rows] == [SMALL[0].sq]
+    assert [x["reason"] for x in again.left_out] == ["ended the process, here or in other cases"]
+    assert json.loads(pathlib.Path(path).read_text())["meta"]["trying"] is None
+
+
+def test_a_process_that_dies_is_started_again(tmp_path):
+    """The first process is killed while it tries something; the second is told to go on, and does."""
+    script, path = tmp_path / "run.py", tmp_path / "results.json"
+    script.write_text(f"""
+import json, os, pathlib, signal, sys
+path = pathlib.Path({str(path)!r})
+meta = {{"trying": None, "fatal": []}}
+if "--resume" in sys.argv:
+    meta["fatal"] = json.loads(path.read_text())["meta"]["fatal"]
+    path.write_text(json.dumps({{"meta": meta, "rows": []}}))
+    sys.exit(0)
+meta["trying"] = {{"case": "c", "mode": "fwd", "impl": "crash"}}
+path.write_text(json.dumps({{"meta": meta, "rows": []}}))
+os.kill(os.getpid(), signal.SIGSEGV)
+""")
+    assert supervise.supervise([sys.executable, str(script), "--json", str(path)], path) == 0
+    assert json.loads(path.read_text())["meta"]["fatal"] == [{"case": "c", "mode": "fwd", "impl": "crash"}]
+
+
+def test_the_results_file_is_found_among_the_arguments():
+    assert supervise.results_path(["--suite", "grid", "--json=a/b.json"]) == pathlib.Path("a/b.json")
+    assert supervise.results_path(["--json", "c.json", "--resume"]) == pathlib.Path("c.json")
+    assert supervise.results_path(["--suite", "grid"]) is None
 
 
 def test_figure_is_median_and_spread():
