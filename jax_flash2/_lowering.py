@@ -14,7 +14,7 @@ from jax import ffi
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
-from jax_flash2 import _native
+from jax_flash2 import _compat, _native, _sharding
 from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
@@ -43,6 +43,12 @@ def lower(
         if (dims.sizes["D"], dims.sizes["V"]) != (width, width):
             padded = functools.partial(_padded, primitive, width, operands)
             return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
+    devices = _compat.automatic_devices(ctx)
+    if devices > 1 and not _compat.is_export(ctx):
+        call = _sharding.partitioned(
+            primitive, operands, ctx.avals_in, devices, spec=spec, implementation=implementation
+        )
+        return _compat.lower_partitioned(call, ctx, *values)
     given = dict(zip(operands, values, strict=True))
     avals_in = [dims.avals.get(name, dims.absent(name)) for name in OPERANDS[primitive.name]]
     arrays_in = [

@@ -1,0 +1,137 @@
+"""How a call is cut over devices when XLA decides (jit over arrays that are split): along batch axes and heads.
+
+Under jit a bare custom call is a black box: XLA gathers every operand and each device does the whole work. Here the
+call is given to the partitioner with a rule (which axes of its arrays belong together) and a function that, once XLA
+has chosen, says how each array must be cut for a piece to be a call of its own. Lengths and head dims stay whole: what
+is split along them is gathered. Knows nothing of handlers; in a piece the primitive is bound again, on local shapes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+
+from jax_flash2 import _compat
+from jax_flash2._arrays import ARRAYS, Dims, results_of
+
+
+def partitioned(primitive: Any, operands: tuple[str, ...], avals: Sequence[Any], devices: int, **params: Any) -> Any:
+    """`primitive.bind` as a function of its operands, to be lowered where `devices` devices share the work."""
+    dims = Dims(operands, avals)
+    results = results_of(primitive, operands)
+
+    def whole(*xs: Any) -> Any:
+        return primitive.bind(*xs, operands=operands, **params)
+
+    def partition(_: Any, args: Sequence[Any], outs: Sequence[Any]) -> Any:
+        # Where the choices differ, the array that is cut into most pieces decides.
+        candidates = zip((*results, *operands), (*outs, *args), strict=True)
+        cuts = [_Cut.of(name, x, dims) for name, x in candidates if "N" in ARRAYS[name].axes]
+        cut = max(cuts, key=lambda cut: cut.pieces)
+        groups = cut.groups()
+        if primitive.name == "flash_backward" and groups and cut.devices.size != devices:
+            cut = cut.without_groups()  # inside a shard_map over other axes, whose devices are not known here
+            groups = None
+
+        def piece(*xs: Any) -> Any:
+            outs = primitive.bind(*xs, operands=operands, **params)
+            return [
+                # Devices with query heads of the same key head have each a part of that key head's gradient.
+                _compat.sum_over_groups(x, groups) if groups and name in ("dk", "dv") else x
+                for name, x in zip(results, outs, strict=True)
+            ]
+
+        mesh = jax.sharding.AbstractMesh((devices,), ("all",))
+        return (
+            mesh,
+            piece,
+            [cut.sharding(name, dims.shape(name), dims) for name in results],
+            tuple(cut.sharding(name, x.shape, dims) for name, x in zip(operands, avals, strict=True)),
+        )
+
+    call: Any = custom_partitioning(whole)  # type: ignore[no-untyped-call]
+    call.def_partition(partition, decode_shardings=False, sharding_rule=_rule(operands, results, dims))
+    return call
+
+
+def _rule(operands: Sequence[str], results: Sequence[str], dims: Dims) -> SdyShardingRule:
+    """The axes that belong together. One of size 1 that is shared along a batch belongs to nothing."""
+    unshared = iter(range(len(operands) * dims.rank))
+    K, G = dims.sizes["K"], dims.sizes["N"] // dims.sizes["K"]
+    compound = K > 1 and G > 1
+    query_heads = CompoundFactor("k", "g") if compound else "g" if K == 1 else "k"  # type: ignore[no-untyped-call]
+    heads = {"N": query_heads, "K": "k"}
+
+    def mapping(name: str, shape: Sequence[Any]) -> ArrayMapping:
+        batch = (
+            f"b{i}" if shape[i] == dims.batch[i] else f"one{next(unshared)}"  # every factor needs a name of its own
+            for i in range(dims.rank)
+        )
+        rest = (heads.get(letter, letter.lower()) for letter in ARRAYS[name].axes)
+        return ArrayMapping(*batch, *rest)  # type: ignore[no-untyped-call]
+
+    letters = dict.fromkeys(letter for name in (*operands, *results) for letter in ARRAYS[name].axes)
+    whole = tuple(letter.lower() for letter in letters if letter not in "NK")  # in the order of first use
+    return SdyShardingRule(
+        tuple(mapping(name, dims.avals[name].shape) for name in operands),
+        tuple(mapping(name, dims.shape(name)) for name in results),
+        need_replication_factors=whole,
+        **({"g": G} if compound else {}),
+    )
+
+
+class _Cut(NamedTuple):
+    """Which device holds which piece: axes are the batch axes, key heads, query heads of one key head, and copies."""
+
+    devices: np.ndarray
+
+    @classmethod
+    def of(cls, name: str, x: Any, dims: Dims) -> "_Cut":
+        """What is usable of the way that XLA has cut a query-shaped array."""
+        tiles, devices = _compat.tile_assignment(x.sharding, len(x.shape))
+        heads = dims.rank + ARRAYS[name].axes.index("N")
+        K, G = dims.sizes["K"], dims.sizes["N"] // dims.sizes["K"]
+        by_key = math.gcd(tiles[heads], K)
+        by_group = tiles[heads] // by_key
+        tiled = np.reshape(devices, (*tiles[:heads], by_key, by_group, *tiles[heads + 1 :], -1))
+        # A shared batch axis has nothing to cut. A group of heads is cut only where each piece has but one key head.
+        used = [i for i in range(dims.rank) if x.shape[i] == dims.batch[i]] + [heads]
+        used += [heads + 1] if by_key == K and G % by_group == 0 else []
+        order = used + [i for i in range(tiled.ndim) if i not in used]
+        axes = [i if i < dims.rank else i - heads + dims.rank for i in used]  # of the cut, whose heads follow the batch
+        sizes = dict(zip(axes, (tiled.shape[i] for i in used), strict=True))
+        return cls(np.transpose(tiled, order).reshape(*(sizes.get(i, 1) for i in range(dims.rank + 2)), -1))
+
+    @property
+    def pieces(self) -> int:
+        return math.prod(self.devices.shape[:-1])
+
+    def without_groups(self) -> "_Cut":
+        *batch, by_key, by_group, copies = self.devices.shape
+        return _Cut(self.devices.reshape(*batch, by_key, 1, by_group * copies))
+
+    def groups(self) -> list[list[int]] | None:
+        """The devices between which the query heads of one key head are spread; None where they are together."""
+        if self.devices.shape[-2] == 1:
+            return None
+        return np.moveaxis(self.devices, -2, -1).reshape(-1, self.devices.shape[-2]).tolist()
+
+    def sharding(self, name: str, shape: Sequence[Any], dims: Dims) -> Any:
+        """How the array `name` is cut; along the others of its axes it is whole."""
+        rank = dims.rank
+        cut = self.devices
+        kept = [i for i in range(rank) if shape[i] == dims.batch[i]]
+        heads = {"N": [rank, rank + 1], "K": [rank]}
+        axes = [[i] if i in kept else [] for i in range(rank)] + [heads.get(x, []) for x in ARRAYS[name].axes]
+        used = [i for group in axes for i in group]
+        order = used + [i for i in range(cut.ndim) if i not in used]
+        tiles = [math.prod(cut.shape[i] for i in group) for group in axes]
+        return _compat.tiled_sharding(np.transpose(cut, order).reshape(*tiles, -1))
