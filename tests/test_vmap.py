@@ -66,6 +66,16 @@ def test_vmap_of_a_gradient(in_axes):
     calls.assert_close(jax.jit(jax.vmap(calls.gradients, in_axes))(*args), _loop(_plain, in_axes)(*args))
 
 
+@pytest.mark.parametrize("which", range(1, 32), ids=lambda which: f"{which:05b}")
+def test_every_subset_of_operands(which):
+    """Of query, key, value, scale and lengths, values and gradients, against a loop; an operand's axis is its own."""
+    mapped = [which >> i & 1 == 1 for i in (4, 3, 2, 1, 0, 0)]
+    axes = [0, 2, 1, 0, 0, 0]
+    in_axes = (*(axis if on else None for axis, on in zip(axes, mapped, strict=True)), None, 0)
+    args = _arguments(10, in_axes)
+    calls.assert_close(jax.jit(jax.vmap(calls.gradients, in_axes))(*args), _loop(_plain, in_axes)(*args))
+
+
 def _random_axes(rng, levels_inside):
     in_axes = [rng.choice([_, rng.randint(0, len(calls.SHAPES[name]) + levels_inside[name])]) for name in calls.NAMES]
     return tuple(in_axes) if any(axis is not _ for axis in in_axes) else _random_axes(rng, levels_inside)
@@ -203,3 +213,55 @@ def test_axis_beside_the_heads_joins_them(key_heads, axis, joins):
 def test_size_one_axis():
     args = [x[None] for x in calls.arguments(9)]
     calls.assert_close(jax.vmap(calls.gradients)(*args), [x[None] for x in _plain(*calls.arguments(9))])
+
+
+def test_spmd_axis_name():
+    """The vmapped axis is split over a mesh by name, and stays so inside: no collective."""
+    cpus = np.asarray(jax.devices("cpu")[:SIZE])
+    mesh = jax.sharding.Mesh(cpus, ("rows",))
+    split = jax.sharding.NamedSharding(mesh, jax.P("rows"))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    args = [jnp.stack([x] * SIZE) for x in calls.arguments(11)]
+
+    def constrained(query, *rest):
+        query = jax.lax.with_sharding_constraint(query * 1, whole)
+        return calls.gradients(query, *rest)
+
+    mapped = jax.jit(jax.vmap(constrained, spmd_axis_name="rows"))
+    placed = [jax.device_put(x, split) for x in args]
+    text = mapped.lower(*placed).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-reduce" not in text
+    got = mapped(*placed)
+    calls.assert_close([np.asarray(x[-1]) for x in got], [np.asarray(x) for x in _plain(*calls.arguments(11))])
+    assert all(x.sharding.is_equivalent_to(split, x.ndim) for x in got)
+
+
+def test_vmap_of_value_and_grad_of_a_sum():
+    """The cotangent of a sum is one number for all rows: it arrives without the axis."""
+    args = [jnp.stack([x, 2 * x, -x]) for x in calls.arguments(12, "query", "key", "value")]
+
+    def loss(*xs):
+        return jnp.sum(_out(*xs).astype(jnp.float32))
+
+    function = jax.value_and_grad(loss, (0, 1, 2))
+    calls.assert_close(jax.jit(jax.vmap(function))(*args), _loop(jax.jit(function), (0, 0, 0))(*args))
+
+
+def test_vmapped_stages_inside_a_scan():
+    """A pipeline's stages as a vmapped axis of the carry, in another place on the way out."""
+    query = jnp.stack(calls.arguments(13, "query") * 3, 1)
+    stages = [jnp.stack(calls.arguments(13, name) * 3, 1) for name in ("key", "value")]
+
+    def stage(x, key, value):
+        return x + _out(x, key, value[..., : calls.D])
+
+    def scanned(query):
+        mapped = jax.vmap(stage, 1, 2)
+        step = lambda x, _: (jnp.moveaxis(mapped(x, *stages), 2, 1), None)  # noqa: E731
+        return jax.lax.scan(step, query, length=2)[0]
+
+    want = query
+    for _ in range(2):
+        want = jnp.stack([stage(want[:, i], *(x[:, i] for x in stages)) for i in range(3)], 1)
+    calls.assert_close(jax.jit(scanned)(query), want)
