@@ -42,6 +42,10 @@ __device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
 }
 
+__device__ __forceinline__ void st_shared_v4_f32(uint32_t address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+}
+
 // *address |= x, without an answer.
 __device__ __forceinline__ void red_shared_or_b32(uint32_t address, uint32_t x) {
   asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");

@@ -35,6 +35,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const CUtensorMap*
                : "memory");
 }
 
+// Starts adding `bytes` bytes of floats from `shared` to global memory, as part of this thread's open group. Both
+// addresses and `bytes` are multiples of 16.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
+__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* global, uint32_t shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -52,5 +61,8 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 
 // Orders this thread's accesses to shared memory before those of the copy engine and the tensor core that follow.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same between this thread's accesses to global memory and those of the copy engine.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace jax_flash2::cuda::ptx
