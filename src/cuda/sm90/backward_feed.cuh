@@ -43,7 +43,8 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
   using KTile = typename Shared::KTile;
   using QTile = typename Shared::QTile;
   Ring<1> k_ring{shared + Shared::kKRing};
-  Ring<Shared::kStages> q_ring{shared + Shared::kQRing}, dout_ring{shared + Shared::kDoutRing};
+  Ring<Shared::kStages> q_ring{shared + Shared::kQRing};
+  Ring<Shared::kDoutBuffers> dout_ring{shared + Shared::kDoutRing};
   ptx::prefetch_tensormap(&tensors.q.map), ptx::prefetch_tensormap(&tensors.k.map);
   ptx::prefetch_tensormap(&tensors.v.map), ptx::prefetch_tensormap(&tensors.dout.map);
   ptx::prefetch_tensormap(&tensors.dk.map), ptx::prefetch_tensormap(&tensors.dv.map);
@@ -132,51 +133,67 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
                                               uint32_t shared, int group) {
   using Shared = BackwardShared<Config>;
   constexpr BackwardTile kTile = Config::kTile;
-  constexpr int kRows = tile::RowBlocks::kRows;
+  constexpr int kBlock = tile::RowBlocks::kRows;
   Ring<1> dq_ring{shared + Shared::kDqRing + group * Ring<1>::kBytes};
-  const int first_col = kTile.dq_first_col(group), cols = min_(p.D - first_col, kTile.dq_cols(group));
-  const uint32_t dq_s = shared + Shared::kDq + (kTile.dq_by_rows() ? group * 64 * p.D * 4 : 0);
+  // A narrow tile lies in shared memory as in global memory, of a wide one each warpgroup's part lies alone.
+  const int first_col = kTile.dq_first_col(group), row_cols = kTile.wide ? Shared::kRoundCols : p.D;
+  const int own = kTile.wide ? group * 64 * Shared::kRoundCols : kTile.dq_by_rows() ? group * 64 * p.D : 0;
+  const uint32_t from = shared + Shared::kDq + own * 4;
   float* dq_g = nullptr;
+  int* order_g = nullptr;
   walk<Config>(
-      p, schedule, block, [&](const KeyTile& at) { dq_g = p.dq_acc.at<float>(at.b); },
+      p, schedule, block,
+      [&](const KeyTile& at) {
+        dq_g = p.dq_acc.at<float>(at.b);
+        if (schedule.ordered) order_g = p.order.at<int>(at.b);
+      },
       [&](const KeyTile& at, int n, int m) {
         const int row0 = m * kTile.queries + (kTile.dq_by_rows() ? group * 64 : 0), rows = min_(p.T - row0, 64);
         float* const to = dq_g + n * p.dq_acc.head + int64_t(row0) * p.D;
-        dq_ring.wait_full();
-        int *turn = nullptr, before = 0;
-        if (schedule.ordered) {  // until every block whose turn is earlier has added its parts, one a warpgroup
-          const Tiles writers = at.mask.key_tiles(m * kTile.queries, min_((m + 1) * kTile.queries, p.T), kTile.keys());
-          before = (schedule.descending ? writers.end - 1 - at.tile : at.tile - writers.begin) * kTile.kConsumers;
-          turn = p.order.at<int>(at.b, n) + m;
-          while (*reinterpret_cast<volatile int*>(turn) < before) {
+        int* const turn = order_g + n * p.order.head + m;
+#pragma unroll 1
+        for (int round = 0; round < kTile.dq_rounds; round++) {
+          dq_ring.wait_full();
+          if (schedule.ordered && round == 0) {  // until every block whose turn is earlier has added its parts
+            const Tiles writers =
+                at.mask.key_tiles(m * kTile.queries, min_((m + 1) * kTile.queries, p.T), kTile.keys());
+            const int before = schedule.descending ? writers.end - 1 - at.tile : at.tile - writers.begin;
+            while (*reinterpret_cast<volatile int*>(turn) < before * kTile.kConsumers) {
+            }
+            __threadfence();
+            ptx::fence_proxy_async_global();
           }
-          __threadfence();
-          ptx::fence_proxy_async_global();
+          const int col = first_col + round * Shared::kRoundCols;
+          const int cols = min_(p.D - col, kTile.wide ? Shared::kRoundCols : kTile.dq_cols(group));
+          const int from_col = kTile.wide ? 0 : col;
+          if (kTile.dq_by_rows()) {
+            if (rows > 0) ptx::cp_reduce_async_bulk_add_f32(to, from, rows * p.D * 4);
+          } else if (cols > 0) {
+            int row = 0;
+#pragma unroll 1
+            for (; row + kBlock <= rows; row += kBlock) {
+              ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col * kBlock,
+                                                from + (row * row_cols + from_col * kBlock) * 4, cols * kBlock * 4);
+            }
+#pragma unroll 1
+            for (; row < rows; row++) {
+              ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col, from + (row * row_cols + from_col) * 4, cols * 4);
+            }
+          }
+          ptx::cp_async_bulk_commit_group();
+          if (schedule.ordered) {
+            ptx::cp_async_bulk_wait_group<0>();
+          } else {
+            ptx::cp_async_bulk_wait_group_read<0>();
+          }
+          dq_ring.release();
+          dq_ring.next();
         }
-        if (kTile.dq_by_rows()) {
-          if (rows > 0) ptx::cp_reduce_async_bulk_add_f32(to, dq_s, rows * p.D * 4);
-        } else if (cols > 0) {
-          int row = 0;
-          for (; row + kRows <= rows; row += kRows) {
-            const int at = row * p.D + first_col * kRows;
-            ptx::cp_reduce_async_bulk_add_f32(to + at, dq_s + at * 4, cols * kRows * 4);
-          }
-          for (; row < rows; row++) {
-            const int at = row * p.D + first_col;
-            ptx::cp_reduce_async_bulk_add_f32(to + at, dq_s + at * 4, cols * 4);
-          }
-        }
-        ptx::cp_async_bulk_commit_group();
         if (schedule.ordered) {
-          ptx::cp_async_bulk_wait_group<0>();
           ptx::fence_proxy_async_global();
           __threadfence();
           atomicAdd(turn, 1);
-        } else {
-          ptx::cp_async_bulk_wait_group_read<0>();
         }
-        dq_ring.release();
-        dq_ring.next();
       });
   ptx::cp_async_bulk_wait_group<0>();  // before the block ends
 }

@@ -21,29 +21,37 @@ struct BackwardTensors {
 template <class Config>
 struct BackwardShared {
   static constexpr BackwardTile kTile = Config::kTile;
-  static constexpr int kStages = BackwardTile::kStages;
-  using KTile = tile::SharedTile<kTile.keys(), kTile.head_dim>;   // K; V alike
-  using QTile = tile::SharedTile<kTile.queries, kTile.head_dim>;  // Q; dO alike
-  using DsTile = tile::SharedTile<kTile.queries, kTile.keys()>;   // a panel of 64 keys is one warpgroup's
-  using OutTile = tile::SharedTile<64, kTile.head_dim>;           // a warpgroup's keys of dK; dV alike
-  static constexpr int kDqBytes = kTile.queries * kTile.head_dim * 4;
+  static constexpr int kStages = BackwardTile::kStages, kDoutBuffers = kTile.dout_buffers;
+  static constexpr int kDsBuffers = kTile.wide ? 1 : kStages, kPBuffers = kTile.wide ? 2 : 0;
+  using KTile = tile::SharedTile<kTile.keys(), kTile.head_dim, kTile.panel_cols()>;   // K; V alike
+  using QTile = tile::SharedTile<kTile.queries, kTile.head_dim, kTile.panel_cols()>;  // Q; dO alike
+  using DsTile = tile::SharedTile<kTile.queries, kTile.keys()>;                       // dS as dQ = dS K wants it
+  using PTile = tile::SharedTile<64, 64>;  // P as dV = P^T dO wants it; dS alike, of wide tiles
+  using OutTile = tile::SharedTile<64, kTile.cols(), kTile.panel_cols()>;  // a warpgroup's part of dK; dV alike
+  static constexpr int kRoundCols = kTile.dq_cols(0) / kTile.dq_rounds;    // of dQ
+  static constexpr int kDqBytes = kTile.queries * kTile.head_dim * 4 / kTile.dq_rounds;
   static constexpr int kStatisticsBytes = 2 * kTile.queries * 4;  // of each query -lse in powers of two, and delta
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
   static constexpr int kQ = kV + KTile::kBytes;
   static constexpr int kDout = kQ + kStages * QTile::kBytes;
-  static constexpr int kDs = kDout + kStages * QTile::kBytes;  // dV on its way out takes the place of dS,
-  static constexpr int kDq = kDs + kStages * DsTile::kBytes;   // dK that of dQ
+  static constexpr int kDs = kDout + kDoutBuffers * QTile::kBytes;
+  static constexpr int kP = kDs + kDsBuffers * DsTile::kBytes;  // P, then dS as dK wants it
+  static constexpr int kDq = kP + kPBuffers * PTile::kBytes;
   static constexpr int kStatistics = kDq + kDqBytes;
   static constexpr int kKRing = kStatistics + kStages * kStatisticsBytes;  // K and V together
   static constexpr int kQRing = kKRing + Ring<1>::kBytes;                  // Q and the statistics
   static constexpr int kDoutRing = kQRing + Ring<kStages>::kBytes;
-  static constexpr int kDqRing = kDoutRing + Ring<kStages>::kBytes;  // one a warpgroup
+  static constexpr int kDqRing = kDoutRing + Ring<kDoutBuffers>::kBytes;  // one a warpgroup
   static constexpr int kTicket = kDqRing + BackwardTile::kConsumers * Ring<1>::kBytes;
   static constexpr int kBytes = kTicket + 16;
+  // dK and dV on their way out take the places of others.
+  static constexpr int kDkOut = kTile.wide ? kK : kDq, kDvOut = kTile.wide ? kV : kDs;
   static_assert(kBytes <= kSharedBytes);
-  static_assert(BackwardTile::kConsumers * OutTile::kBytes <= kStages * DsTile::kBytes &&
-                BackwardTile::kConsumers * OutTile::kBytes <= kDqBytes);
+  static_assert(BackwardTile::kConsumers * OutTile::kBytes <= (kTile.wide ? KTile::kBytes
+                                                               : kDsBuffers * DsTile::kBytes < kDqBytes
+                                                                   ? kDsBuffers * DsTile::kBytes
+                                                                   : kDqBytes));
 };
 
 // Which block does which key tiles of which heads, in which order. The query heads of a key head are one tile's, or are

@@ -1,7 +1,9 @@
 // Tile sizes of the sm_90 backward: data, and what follows from it.
 //
-// What bounds the tiles: a warpgroup keeps dK and dV of its 64 keys in registers, head_dim of a thread's 232, and S and
-// dP take `queries` more; shared memory holds K, V, two buffers of Q, dO and dS each, and a tile of dQ in float32.
+// What bounds the tiles: dK and dV of a block live in the registers of its two computing warpgroups, 232 a thread, and S,
+// dP and dQ need some too. A narrow tile gives each warpgroup 64 keys, whole rows of dK and dV; of more than 128 columns
+// that is too much, and a wide tile gives each half of the columns of the same 64 keys. Shared memory holds K, V, two
+// buffers of Q, dS on its way to dQ, and dQ in float32 on its way out.
 #pragma once
 #include <cstdint>
 
@@ -12,20 +14,27 @@ namespace jax_flash2::cuda::sm90 {
 struct BackwardTile {
   int head_dim;
   int queries;  // of a step
+  bool wide = false;
+  int dout_buffers = 2;
+  int dq_rounds = 1;  // in which a warpgroup's part of dQ leaves
 
-  static constexpr int kConsumers = 2;  // warpgroups that compute, 64 keys each
-  static constexpr int kStages = 2;     // buffers of Q, dO, dS
-  constexpr int keys() const { return 64 * kConsumers; }
+  static constexpr int kConsumers = 2;  // warpgroups that compute
+  static constexpr int kStages = 2;     // buffers of Q
+  constexpr int keys() const { return wide ? 64 : 128; }
   constexpr int threads() const { return 128 * (kConsumers + 1); }
   // Registers of a thread: the kernel starts with 168 for each, then the first warpgroup hands on most of its own.
   constexpr int producer_registers() const { return 40; }
   constexpr int consumer_registers() const { return 232; }
 
+  // Columns of dK and dV that a warpgroup has, and of a panel of shared memory: a warpgroup's are whole panels.
+  constexpr int cols() const { return wide ? head_dim / 2 : head_dim; }
+  constexpr int panel_cols() const { return cols() % 64 == 0 ? 64 : 32; }
+
   // Who works out what of dQ: with 128 queries each warpgroup has 64 of them, else each has some columns.
   constexpr bool dq_by_rows() const { return queries == 128; }
   constexpr int dq_cols(int group) const {
     if (dq_by_rows()) return head_dim;
-    const int first = (head_dim + 127) / 128 * 64;  // whole panels of 64 columns
+    const int first = wide ? head_dim / 2 : (head_dim + 127) / 128 * 64;
     return group == 0 ? first : head_dim - first;
   }
   constexpr int dq_first_col(int group) const { return dq_by_rows() || group == 0 ? 0 : dq_cols(0); }
@@ -44,6 +53,15 @@ struct BackwardConfig<96> {
 template <>
 struct BackwardConfig<128> {
   static constexpr BackwardTile kTile{.head_dim = 128, .queries = 64};
+};
+template <>
+struct BackwardConfig<192> {
+  static constexpr BackwardTile kTile{.head_dim = 192, .queries = 64, .wide = true};
+};
+template <>
+struct BackwardConfig<256> {
+  static constexpr BackwardTile kTile{
+      .head_dim = 256, .queries = 64, .wide = true, .dout_buffers = 1, .dq_rounds = 2};
 };
 
 }  // namespace jax_flash2::cuda::sm90

@@ -10,11 +10,11 @@
 
 namespace jax_flash2::cuda::tile {
 
-template <int kRows_, int kCols_>
+template <int kRows_, int kCols_, int kPanelCols_ = kCols_ % 64 == 0 ? 64 : 32>
 struct SharedTile {
   static constexpr int kRows = kRows_, kCols = kCols_;
   static constexpr int kAlignment = 1024;
-  static constexpr int kPanelCols = kCols % 64 == 0 ? 64 : 32;
+  static constexpr int kPanelCols = kPanelCols_;
   static constexpr int kPanels = kCols / kPanelCols;
   static constexpr int kRowBytes = kPanelCols * 2;
   static constexpr int kPanelChunks = kRowBytes / 16;
