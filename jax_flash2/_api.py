@@ -3,6 +3,7 @@
 Must not know how a call is lowered (that is _vjp and _ffi) nor what is wrong input (that is _checks).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,16 +98,14 @@ def attention(
     Returns:
       out [*B, T, N, Dv] in query's dtype; with return_residual the pair (out, lse), lse being [*B, T, N], float32
       (float64 for float64), in natural units. Both are differentiable in query, key, value, bias, scale, alibi_slopes
-      and sinks, once (reverse mode).
+      and sinks by reverse mode (jax.grad, jax.vjp), and these gradients again in any mode (jax.hessian, jax.grad of
+      jax.grad), in O(T) memory. Forward mode of the call itself: `attention_jvp`.
 
     Raises:
       ValueError, TypeError: wrong input, while tracing; the message names the argument, its value, the rule and the
         remedy.
       NotImplementedError: right, but not served by the implementation that was asked for, or on this device.
     """
-    _options.check_implementation(implementation)
-    deterministic = _options.flag("deterministic", deterministic)
-    return_residual = _options.flag("return_residual", return_residual)
     call = _checks.check(
         query,
         key,
@@ -127,13 +126,23 @@ def attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
     )
+    return attend(flash_attention, call, deterministic, return_residual, implementation)
+
+
+def attend(
+    kernels: Callable[..., Any], call: _checks.Call, deterministic: bool, return_residual: bool, implementation: Any
+) -> Any:
+    """A checked call on `kernels`: flash_attention, or what differs from it in its derivatives alone."""
+    _options.check_implementation(implementation)
+    deterministic = _options.flag("deterministic", deterministic)
+    return_residual = _options.flag("return_residual", return_residual)
     if implementation != "reference":
         _refuse_what_kernels_lack(call, implementation)
     if implementation == "reference" or 0 in (*call.query.shape, *call.key.shape):
         out, lse = reference.attend(call)  # without a query or a key there is nothing to launch
         return (out, lse) if return_residual else out
 
-    result = flash_attention(
+    result = kernels(
         call.query,
         call.key,
         call.value,

@@ -1,7 +1,7 @@
 """The two primitives, flash_forward and flash_backward, and how to call them. Knows no keyword and no gradient rule.
 
 Both have the same parameters: the names of the operands that are present, the spec, and the implementation insisted on.
-Their vmap rule is in _vmap, their code in _lowering.
+Their vmap rule is in _vmap, their tangents in _jvp, their code in _lowering.
 """
 
 import functools
@@ -11,7 +11,7 @@ from jax import Array, export
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_flash2 import _compat, _lowering, _vmap
+from jax_flash2 import _compat, _jvp, _lowering, _vmap
 from jax_flash2._arrays import ARRAYS, SLOTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec, Extras
 
@@ -70,19 +70,12 @@ def _abstract(primitive: Any, *avals: Any, operands: tuple[str, ...], **_: Any) 
     return [dims.aval(name) for name in results_of(primitive, operands)]
 
 
-def _no_second_derivative(primals: Any, tangents: Any, **_: Any) -> Any:
-    raise NotImplementedError(
-        "attention has first derivatives in reverse mode (jax.grad, jax.vjp, jax.jacrev); derivatives of derivatives "
-        "are not served. implementation='reference' has them, in O(T S) memory"
-    )
-
-
 for _primitive in (flash_forward_p, flash_backward_p):
     _primitive.multiple_results = True
     _compat.run_eagerly(_primitive)
     _primitive.def_abstract_eval(functools.partial(_abstract, _primitive))  # type: ignore[no-untyped-call]
     batching.primitive_batchers[_primitive] = functools.partial(_vmap.batch, _primitive)
-    ad.primitive_jvps[_primitive] = _no_second_derivative
+    ad.primitive_jvps[_primitive] = functools.partial(_jvp.jvp, _primitive)
     for _platform in ("cpu", "cuda"):
         _rule = functools.partial(_lowering.lower, primitive=_primitive, platform=_platform)
         mlir.register_lowering(_primitive, _rule, platform=_platform)

@@ -1,7 +1,7 @@
 """Attention with its gradient rule, on canonical inputs. Knows no keyword of the public API and no handler.
 
 The forward rule binds the primitive itself, never the decorated function, so that what JAX sees under a gradient is one
-forward and one backward primitive, and rules on those two would serve higher derivatives.
+forward and one backward primitive, and the rules of those two serve higher derivatives.
 """
 
 from functools import partial
@@ -32,10 +32,29 @@ def flash_attention(
     Shapes: query [*B, T, N, D], key [*B, S, K, D], value [*B, S, K, Dv], extras as their class says. Any batch axis may
     be 1 and is then shared. One dtype.
     """
-    arrays, tree = jax.tree.flatten((query, key, value, extras))
     # Outside the rule, where JAX sees the casts and gives the gradient of what the shards share its sum.
-    query, key, value, extras = jax.tree.unflatten(tree, _compat.match_varying(arrays))
-    return _attention(spec, return_residual, implementation, query, key, value, extras)
+    return _attention(spec, return_residual, implementation, *_match_varying(query, key, value, extras))
+
+
+def forward_differentiable(
+    query: Any,
+    key: Any,
+    value: Any,
+    extras: Extras,
+    spec: AttentionSpec,
+    *,
+    return_residual: bool,
+    implementation: str | None,
+) -> Any:
+    """flash_attention but for its derivatives: it has forward mode, and no reverse mode on kernels."""
+    q, k, v, extras = _match_varying(query, key, value, extras)
+    out, lse = _ffi.forward(q, k, v, extras, spec, implementation)
+    return (out, lse) if return_residual else out
+
+
+def _match_varying(query: Any, key: Any, value: Any, extras: Extras) -> Any:
+    arrays, tree = jax.tree.flatten((query, key, value, extras))
+    return jax.tree.unflatten(tree, _compat.match_varying(arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

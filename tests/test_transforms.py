@@ -242,14 +242,6 @@ def test_debug_nans_sees_none_in_empty_rows():
         jax.block_until_ready(jax.jit(calls.gradients)(*args))
 
 
-def test_second_derivatives_are_refused():
-    xs = _operands(17)
-    with pytest.raises(NotImplementedError, match="derivatives of derivatives"):
-        jax.hessian(_loss)(*xs)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(_loss, xs, xs)
-
-
 def test_implementation_insists_on_a_platform():
     xs = jax.device_put(_operands(18, jnp.bfloat16), jax.devices("cpu")[0])
     calls.assert_close(_out(*xs, implementation="cpu"), _out(*xs))
