@@ -34,10 +34,12 @@ struct Convert {
 
   static F widen(BF16, U u) { return bits<F>(u << 16); }
 
-  // Exponent and mantissa move to float's place; a product by 2^112 corrects the bias and normalises subnormals.
+  // Exponent and mantissa move to float's place and the bias is corrected. Subnormals are given an implicit one, which is
+  // taken away again: XLA's threads read a subnormal float as zero, so none may occur on the way.
   static F widen(F16, U u) {
     const U magnitude = (u & 0x7fffu) << 13, sign = (u & 0x8000u) << 16;
-    const U finite = bits<U>(bits<F>(magnitude) * 0x1p112f), special = magnitude | 0x7f800000u;
+    const U normal = magnitude + 0x38000000u, small = bits<U>(bits<F>(magnitude + 0x38800000u) - 0x1p-14f);
+    const U finite = bits<I>(magnitude) < 0x00800000 ? small : normal, special = magnitude | 0x7f800000u;
     return bits<F>(sign | (bits<I>(magnitude) < 0x0f800000 ? finite : special));
   }
 
