@@ -5,7 +5,6 @@ import collections
 import evaluate
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_flash2 import attention
@@ -73,19 +72,63 @@ def test_calls_are_held_by_a_cuda_graph(tmp_path):
     assert alone < runs * calls, launches  # each call launches four kernels
 
 
-def test_deterministic_gradients_repeat_bit_for_bit():
-    q, k, v, dout = operands(2)
-    call = gradients(deterministic=True)
-    first = [np.asarray(x) for x in call(q, k, v, dout)]
-    for _ in range(20):
-        for got, want in zip(call(q, k, v, dout), first, strict=True):
-            np.testing.assert_array_equal(np.asarray(got), want)
+def differences(call, sets, times: int) -> int:
+    """In how many elements `times` calls, in one program, differ from the first on the same inputs.
+
+    `sets` is a list of inputs that take turns, so that no call can be moved out of the loop and every call finds the
+    results of another one in memory.
+    """
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *sets)
+    first = jax.tree.map(lambda *xs: jnp.stack(xs), *[call(*xs) for xs in sets])
+
+    def bits(x):
+        return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+
+    @jax.jit
+    def loop(stacked, first):
+        def step(i, count):
+            xs, want = jax.tree.map(lambda x: x[i % len(sets)], (stacked, first))
+            apart = jax.tree.map(lambda a, b: jnp.sum(bits(a) != bits(b), dtype=jnp.int32), call(*xs), want)
+            return count + sum(jax.tree.leaves(apart))
+
+        return jax.lax.fori_loop(0, times, step, jnp.int32(0))
+
+    return int(loop(stacked, first))
 
 
-def test_forward_repeats_bit_for_bit():
-    q, k, v, _ = operands(2)
-    call = jax.jit(lambda *xs: attention(*xs, return_residual=True))
-    first = [np.asarray(x) for x in call(q, k, v)]
-    for _ in range(20):
-        for got, want in zip(call(q, k, v), first, strict=True):
-            np.testing.assert_array_equal(np.asarray(got), want)
+def input_sets(B: int, T: int, S: int, N: int, K: int, D: int, dtype, growth: float = 1.0):
+    """Three sets of query, key, value and dout; the last one's keys are `growth` times as large at first as at last."""
+    sets = []
+    for seed in range(3):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        shapes = [(B, T, N, D), (B, S, K, D), (B, S, K, D), (B, T, N, D)]
+        q, k, v, dout = (jax.random.normal(key, x, jnp.float32) for key, x in zip(keys, shapes, strict=True))
+        k = k * jnp.linspace(growth if seed == 2 else 1.0, 1.0, S, dtype=jnp.float32)[:, None, None]
+        sets.append([x.astype(dtype) for x in (q, k, v, dout)])
+    return sets
+
+
+REPEATED = [
+    # More tiles than multiprocessors, so that blocks walk lists; masks that cut tiles; rows that are done again.
+    ("bfloat16", (4, 1024, 1024, 8, 8, 64), {}),
+    ("float16", (4, 1000, 1000, 8, 2, 128), {"is_causal": True}),
+    ("bfloat16", (2, 1024, 1500, 8, 4, 128), {"local_window_size": (300, 100), "causal_alignment": "top_left"}),
+    ("bfloat16", (2, 1024, 1024, 8, 8, 256), {"is_causal": True}),
+    ("float16", (1, 520, 777, 6, 3, 192), {"logits_soft_cap": 20.0}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "keywords"), REPEATED)
+def test_a_thousand_forwards_agree_bit_for_bit(dtype, sizes, keywords):
+    def call(q, k, v, _):
+        return attention(q, k, v, return_residual=True, **keywords)
+
+    assert differences(jax.jit(call), input_sets(*sizes, dtype, growth=64.0), 1000) == 0
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "keywords"), REPEATED[:4])
+def test_deterministic_gradients_agree_bit_for_bit(dtype, sizes, keywords):
+    def call(q, k, v, dout):
+        return jax.vjp(lambda *xs: attention(*xs, deterministic=True, **keywords), q, k, v)[1](dout)
+
+    assert differences(jax.jit(call), input_sets(*sizes, dtype), 200) == 0
