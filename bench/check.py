@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     dv: np.ndarray
 
 
-def _x64() -> contextlib.AbstractContextManager:
+def x64() -> contextlib.AbstractContextManager:
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(True)
     from jax.experimental import enable_x64  # before jax 0.8
@@ -99,6 +99,25 @@ def padded(x: np.ndarray) -> np.ndarray:
     return np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - length), (0, max(256 - width, 0))])
 
 
+@functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+def _exact_heads(q, k, v, g, bounds, scale):
+    def head(q, k, v, g):
+        out, dq, dk, dv = _answer(q[None], k, v, g[None], bounds, scale, narrow=jnp.float64, wide=jnp.float64)
+        return out[0], dq[0], dk, dv
+
+    return jax.vmap(jax.vmap(head))(q, k, v, g)
+
+
+def exact_heads(case: Case, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """{"out", "dq", "dk", "dv"} of every head, on the device: float64 [b, heads, t, 256], zero in unused columns."""
+    with x64():
+        wide = [jnp.swapaxes(x, 1, 2).astype(jnp.float64) for x in inputs.values()]
+        wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, 256 - x.shape[-1])]) for x in wide]
+        bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
+        exact = _exact_heads(*wide, bounds, jnp.asarray(case.d**-0.5))
+    return dict(zip(Answer._fields, exact, strict=True))
+
+
 class Check:
     """The reference for one sampled head of a case, and the verdict on an implementation's answer."""
 
@@ -111,7 +130,7 @@ class Check:
         for name, x in inputs.items():
             x = self._head(np.asarray(x), name in ("query", "dout")).astype(np.float64)
             arrays.append(padded(x) if jax.default_backend() == "gpu" else x)
-        with _x64():
+        with x64():
             bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
             exact, excused = _exact_and_excused(*arrays, bounds, jnp.asarray(case.d**-0.5), dtype=case.dtype)
             sizes = ((case.sq, case.dv), (case.sq, case.d), (case.sk, case.d), (case.sk, case.dv))

@@ -8,12 +8,8 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
-import importlib.metadata
 import os
-import pathlib
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +21,7 @@ from absl import app, flags, logging
 
 from bench import cases, report
 from bench.check import Check
+from bench.device import describe
 from bench.results_file import ResultsFile
 from bench.rivals import Implementation, find, first_line, make_inputs, on_gpu
 from bench.timing import Budget, Figure, Protocol, Timer
@@ -209,43 +206,6 @@ class Run:
                 budget.drop(1)
         self.file.done.append(case.label)
         self.write()
-
-
-def describe() -> dict:
-    """What the figures were taken on."""
-    found = {"device": jax.devices()[0].device_kind, "host": platform.machine(), "python": platform.python_version()}
-    if on_gpu():
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
-    else:
-        info = pathlib.Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        names = [x.split(":")[1].strip() for x in lines if x.startswith("model name")]
-        found["device"] = f"{names[0]}, {len(names)} threads" if names else platform.processor()
-    for name, package in (
-        ("jax", "jax"),
-        ("jaxlib", "jaxlib"),
-        ("torch", "torch"),
-        ("tokamax", "tokamax"),
-        ("dew_flash_attn", "dew_flash_attn_cu13"),
-        ("fa4_jax", "fa4_jax"),
-        ("jax_flash2", "jax_flash2"),
-    ):
-        if name in sys.modules:
-            found[name] = getattr(sys.modules[name], "__version__", None) or _installed(package)
-    native = f"jax_flash2.{'_cuda' if on_gpu() else '_cpu'}"
-    try:
-        found["source_digest"] = importlib.import_module(native).source_digest()
-    except ImportError as error:
-        found["source_digest"] = first_line(error)
-    return found
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "?"
 
 
 def chosen_cases(suite: str, dtype: str, only: Sequence[str]) -> list[cases.Case]:
