@@ -85,11 +85,15 @@ class _TiledSharding(jax.sharding.Sharding):
 def tiled_sharding(devices: np.ndarray) -> Any:
     """Cuts each axis of an array in as many pieces as `devices` has along it; its last axis holds copies."""
     if devices.size == devices.shape[-1]:
-        return _TiledSharding(xla_client.HloSharding.replicate())
+        return replicated()
     copied = devices.shape[-1] > 1
     tiles = devices if copied else devices[..., 0]
     types = [xla_client.OpSharding.Type.REPLICATED] if copied else []
     return _TiledSharding(xla_client.HloSharding.subgroup_with_device_ordering(tiles, subgroup_types=types))
+
+
+def replicated() -> Any:
+    return _TiledSharding(xla_client.HloSharding.replicate())
 
 
 def tile_assignment(sharding: Any, rank: int) -> tuple[list[int], list[int]]:
@@ -125,7 +129,21 @@ def lower_partitioned(function: Any, ctx: Any, *values: Any) -> Any:
         devices = (jax.local_devices()[0],) * context.num_devices
         context = dataclasses.replace(context, device_assignment=devices, abstract_mesh=None)
         ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
-    return mlir.lower_fun(function)(ctx, *values)
+    alive = ctx.module_context.keepalives
+    before = len(alive)
+    outs = mlir.lower_fun(function)(ctx, *values)
+    alive[before:] = map(_Alive, alive[before:])
+    return outs
+
+
+class _Alive:
+    """Holds what the partitioner calls while it compiles, and is nothing in an executable that is pickled."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __reduce__(self) -> Any:
+        return _Alive, (None,)
 
 
 def sum_over_groups(x: Any, groups: Sequence[Sequence[int]]) -> Any:

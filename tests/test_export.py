@@ -8,8 +8,12 @@ operand (never otherwise), write new files, with the oldest JAX served, and keep
 """
 
 import dataclasses
+import os
 import pathlib
 import re
+import subprocess
+import sys
+import textwrap
 import types
 
 import calls
@@ -18,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import serialize_executable
 
 import jax_flash2
 from jax_flash2 import _lowering, _native, attention
@@ -97,6 +102,116 @@ def test_serialised_program_and_its_gradient():
     primals, pullback = jax.vjp(lambda *xs: loaded.call(*xs, *args[4:]), *args[:4])
     want = jax.jit(_gradients)(*args, dout, dlse)
     calls.assert_close((*primals, *pullback((dout, dlse))), want, jnp.bfloat16)
+
+
+RUNNER = """
+    import pathlib, sys
+    import numpy as np
+    import jax
+    from jax import export
+
+    folder = pathlib.Path(sys.argv[1])
+    if sys.argv[2] == "with us":
+        import jax_flash2
+    loaded = export.deserialize((folder / "program").read_bytes())
+    args = [jax.numpy.asarray(x) for x in np.load(folder / "args.npz").values()]
+    primals, pullback = jax.vjp(loaded.call, *args)
+    results = [*primals, *pullback((primals[0] * 0 + 1, primals[1] * 0 + 1))]
+    np.savez(folder / "results.npz", *results)
+"""
+
+
+def test_a_fresh_process_runs_a_serialised_program(tmp_path):
+    """With its gradient, after importing the package; without it, an error that names the target, and no crash."""
+    args = [x.astype(jnp.float32) for x in _arguments(_plain)]
+
+    def function(*xs):
+        return jax_flash2.attention(*xs, is_causal=True, causal_alignment="top_left", return_residual=True)
+
+    exported = export.export(jax.jit(function), platforms=("cpu",), disabled_checks=jax_flash2.export_checks())
+    (tmp_path / "program").write_bytes(exported(*args).serialize(vjp_order=1))
+    np.savez(tmp_path / "args.npz", *args)
+
+    def run(how):
+        command = [sys.executable, "-P", "-c", textwrap.dedent(RUNNER), str(tmp_path), how]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    alone = run("alone")
+    assert alone.returncode == 1  # a Python exception; a crash would be negative
+    assert "jax_flash2_forward_v1" in alone.stderr
+    done = run("with us")
+    assert done.returncode == 0, done.stderr
+    with jax.default_device(jax.devices("cpu")[0]):
+        primals, pullback = jax.vjp(function, *args)
+        want = [*primals, *pullback(jax.tree.map(jnp.ones_like, primals))]
+    calls.assert_close(list(np.load(tmp_path / "results.npz").values()), [np.asarray(x) for x in want], jnp.float32)
+
+
+CACHED = """
+    import sys
+    import jax, jax.numpy as jnp
+    from jax import monitoring
+    from jax_flash2 import attention
+
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+    x = jnp.sin(jnp.arange(960.0)).reshape(4, 10, 3, 8)
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+    hits = []
+    monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
+    for window in (0, 3):
+        def loss(x):
+            return jnp.sum(attention(x, x, x, local_window_size=window, logits_soft_cap=0.5) ** 2)
+
+        gradient = jax.jit(jax.grad(loss))(x)
+        print(float(jnp.abs(gradient).sum()))
+    print(sum(hits))
+"""
+
+
+def test_persistent_compilation_cache(tmp_path):
+    """The second process compiles nothing that the first did, for one device and for four; and a cache that overlooks
+    what the partitioner calls back, as it is told here, takes no window for another."""
+    command = [sys.executable, "-P", "-c", textwrap.dedent(CACHED)]
+    values = []
+    for devices in (1, 4):
+        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+        for _ in range(2):
+            run = [*command, str(tmp_path / str(devices))]
+            done = subprocess.run(run, env=os.environ | flags, capture_output=True, text=True, timeout=300, check=True)
+            values.append([float(x) for x in done.stdout.split()])
+    assert values[0][2] + 2 <= values[1][2]
+    assert values[2][2] + 2 <= values[3][2]
+    assert abs(values[0][0] - values[0][1]) > 1
+    for other in values[1:]:
+        np.testing.assert_allclose(other[:2], values[0][:2], rtol=1e-5)
+
+
+def test_ahead_of_time():
+    """lower, compile, call; and an executable for several devices that is serialised and loaded again."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")), ("x",))
+    args = [jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for x in _arguments(_gradients)]
+    compiled = jax.jit(_gradients).lower(*args).compile()
+    want = jax.jit(_gradients)(*args)
+    calls.assert_close(compiled(*args), want, jnp.bfloat16)
+    loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled), backend="cpu")
+    calls.assert_close(loaded(*args), want, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("spec", [jax.P("x"), jax.P(None, None, "x")], ids=["batch", "heads"])
+def test_exported_programs_for_several_devices(spec):
+    """They hold no partitioning function, which is Python; what is split along the batch stays so all the same."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("x",))
+    args = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in _arguments(_plain)]
+    exported = export.export(
+        jax.jit(_gradients_of_plain), platforms=("cpu",), disabled_checks=jax_flash2.export_checks()
+    )
+    loaded = export.deserialize(exported(*args).serialize())
+    calls.assert_close(jax.jit(loaded.call)(*args), jax.jit(_gradients_of_plain)(*args), jnp.bfloat16)
 
 
 def test_symbolic_shapes():

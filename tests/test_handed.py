@@ -337,8 +337,8 @@ def test_the_first_call_of_a_process_reads_no_stale_memory():
     subprocess.run([sys.executable, "-P", "-c", code], env=environment, check=True, timeout=300)
 
 
-def test_only_public_jax_is_used():
-    """Private modules come and go; what differs between versions has one file."""
+def test_private_jax_is_used_in_one_file():
+    """Private modules come and go; what differs between versions, or is not public, has one file."""
     for path in pathlib.Path(jax_flash2.__file__).parent.glob("*.py"):
         for private in ("jax._src", "xla_client", "jax.lib"):
-            assert private not in path.read_text(), path
+            assert private not in path.read_text() or path.name == "_compat.py", path

@@ -153,6 +153,94 @@ def test_checkpoint(policy, forwards):
     calls.assert_close(jax.jit(jax.grad(saved, (0, 1, 2)))(*xs), jax.jit(jax.grad(layer, (0, 1, 2)))(*xs))
 
 
+def test_kernels_of_a_compiled_training_step():
+    """What is counted above holds in the program that XLA compiles, and costs no bit of the gradient."""
+    xs = _operands(20)
+
+    def step(policy):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def layer(x, _):
+            return (x + _out(jnp.cos(x), xs[1], xs[1])).astype(x.dtype), None
+
+        def loss(x):
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, x, length=2)[0]).astype(jnp.float32))
+
+        compiled = jax.jit(jax.grad(loss)).lower(xs[0]).compile()
+        text = compiled.as_text()
+        targets = [f'custom_call_target="jax_flash2_{name}_v1"' for name in ("forward", "backward")]
+        return [text.count(target) for target in targets], compiled(xs[0])
+
+    for policy, forwards in ((None, 2), (jax_flash2.checkpoint_policy(), 1)):
+        counts, gradient = step(policy)
+        assert counts == [forwards, 1]
+        np.testing.assert_array_equal(gradient, step(jax.checkpoint_policies.everything_saveable)[1])
+
+
+def test_policies_combine():
+    """Ours beside another: matrix products and attention are kept, the rest is done again."""
+    xs = _operands(21)
+    both = jax.checkpoint_policies.save_from_both_policies(
+        jax_flash2.checkpoint_policy(), jax.checkpoint_policies.dots_saveable
+    )
+
+    def layer(query, *rest):
+        weights = jnp.eye(calls.D, dtype=query.dtype)
+        return jnp.sum(jnp.sin(_out(query @ weights, *rest).astype(jnp.float32)))
+
+    counts = calls.count(jax.grad(jax.checkpoint(layer, policy=both)), *xs)
+    assert counts["flash_forward"] == 1
+    counts = calls.count(jax.grad(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)), *xs)
+    assert counts["flash_forward"] == 2
+
+
+def test_structure_is_the_same_with_and_without_a_gradient():
+    """Tuples, dicts and lists around the call come back as they were, lse or not."""
+    xs = _operands(22)
+
+    def loss(tree, residual):
+        result = calls.output(*tree["qkv"], return_residual=residual)
+        wrapped = {"result": [result], "rest": (tree["qkv"][0],)}
+        return jnp.sum(jax.tree.leaves(result)[0].astype(jnp.float32)), wrapped
+
+    for residual in (True, False):
+        tree = {"qkv": list(xs)}
+        plain = loss(tree, residual)
+        (value, aux), gradient = jax.jit(jax.value_and_grad(functools.partial(loss, residual=residual), has_aux=True))(
+            tree
+        )
+        assert jax.tree.structure((value, aux)) == jax.tree.structure(plain)
+        assert jax.tree.structure(gradient) == jax.tree.structure(tree)
+        assert isinstance(aux["result"][0], tuple) == residual
+
+
+def test_merging_partial_results_by_lse():
+    """As MaxText calls attention: unscaled, its output under the checkpoint name "context", parts of the keys merged by
+    float32 lse [B, N, T]; the whole equals one call, gradients through lse included."""
+    query, key, value = _operands(23)
+
+    def merged(query, key, value):
+        parts = [
+            calls.output(query, key[:, s], value[:, s], 1.0, is_causal=False) for s in (slice(0, 4), slice(4, None))
+        ]
+        lse = [jnp.swapaxes(lse, 1, 2) for _, lse in parts]
+        total = jnp.logaddexp(*lse)
+        weights = (jnp.swapaxes(jnp.exp(x - total), 1, 2)[..., None] for x in lse)
+        return sum(w * out.astype(jnp.float32) for w, (out, _) in zip(weights, parts, strict=True))
+
+    def whole(query, key, value):
+        return _out(query, key, value, 1.0, is_causal=False).astype(jnp.float32)
+
+    policy = jax.checkpoint_policies.save_only_these_names("context")
+    for function in (merged, whole):
+        saved = jax.checkpoint(lambda *xs, f=function: jnp.sum(jnp.sin(f(*xs))), policy=policy)
+        assert calls.count(jax.grad(saved), query, key, value)["flash_forward"] == (2 if function is merged else 1)
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *xs, f=f: jnp.sum(jnp.sin(f(*xs))), (0, 1, 2)))(query, key, value)
+        for f in (merged, whole)
+    )
+    calls.assert_close(got[1], want[1])
+
+
 def test_checkpoint_of_lse():
     xs = _operands(8)
     saved = jax.checkpoint(lambda *xs: jnp.sum(calls.output(*xs)[1] ** 2), policy=jax_flash2.checkpoint_policy())
