@@ -25,7 +25,9 @@ from tqdm import tqdm
 
 import jax_flash2
 
-_ATTENTION = flags.DEFINE_enum("attention", "flash", ["flash", "xla"], "jax_flash2.attention or jax.nn's XLA attention")
+_ATTENTION = flags.DEFINE_enum(
+    "attention", "flash", ["flash", "cudnn", "xla"], "jax_flash2.attention, or jax.nn's by cuDNN (on a GPU) or by XLA"
+)
 _COMPARE = flags.DEFINE_bool("compare", False, "train with both attentions, do the losses agree? 20 steps by default")
 _DATA = flags.DEFINE_string("data", None, "a folder of .py files; default: the standard library")
 _STEPS = flags.DEFINE_integer("steps", None, "optimizer steps; default: by device", lower_bound=1)
@@ -97,7 +99,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, which: str) -> ja
     """Causal attention over [batch, sequence, heads, head dim]."""
     if which == "flash":
         return jax_flash2.attention(query, key, value, is_causal=True)
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=which)
 
 
 def rotate(x: jax.Array) -> jax.Array:

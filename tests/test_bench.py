@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # last, so that an installed jax_flash2 goes before the tree's uncompiled one
 
-from bench import cases, report, run, supervise  # noqa: E402
+from bench import accuracy, cases, report, run, supervise  # noqa: E402
 from bench.check import Check  # noqa: E402
 from bench.results_file import ResultsFile  # noqa: E402
 from bench.rivals import Implementation, JaxImplementation, JaxNN, find, make_inputs  # noqa: E402
@@ -154,7 +154,8 @@ def test_keys_grow_with_their_position(data):
     assert (first, last) == pytest.approx((top, low) if data.startswith("falling") else (low, top))
 
 
-def test_a_run_goes_on_where_it_died(tmp_path):
+def test_a_run_goes_on_where_it_died(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "on_gpu", lambda: False)  # the device of these tests is a CPU
     path = str(tmp_path / "results.json")
     first = run.Run([JaxNN("xla")], ["fwd"], QUICK, 0, ResultsFile(path, resume=False), patience=300)
     first.time_matmul()
@@ -232,3 +233,34 @@ def test_command_line(tmp_path):
     fields = {"impl", "dtype", "mode", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "us", "tflops"}
     assert all(fields <= set(row) and row["us"] > 0 and row["tflops"] > 0 for row in got["rows"])
     assert picture.stat().st_size > 1000
+
+
+def test_accuracy_tells_right_from_wrong():
+    case = cases.Case(b=1, sq=150, h=2, d=24, causal=True, dtype="float32")
+
+    class Raises(JaxImplementation):
+        def attention(self, case):
+            return lambda q, k, v: 1 / 0
+
+    calls = {x: accuracy.answers(Broken(x), case) for x in (None, "scale", "gradient")}
+    found = accuracy.errors(calls | {"raises": accuracy.answers(Raises(), case)}, case, seeds=2)
+    assert all(0 < found[None][name] < 1e-6 for name in accuracy.NAMES)
+    assert all(1e-3 < found["scale"][name] < 0.1 for name in accuracy.NAMES)
+    assert found["gradient"]["out"] < 1e-6 < 1e-3 < found["gradient"]["dk"]
+    assert found["raises"] == "ZeroDivisionError: division by zero"
+    rows = [{"impl": name, **case.row(), **found[None]} for name in ("jax_flash2", "jax_xla")]
+    assert "out: jax_flash2 / jax_xla: mean 1.000, largest 1.000" in accuracy.table(rows, "jax_xla")
+
+
+def test_step_times(tmp_path):
+    results = tmp_path / "steps.json"
+    tiny = "--layers 1 --width 32 --heads 2 --lengths 48 --tokens 96 --rounds 2 --round_steps 1 --rest 0"
+    command = f"-m bench.steps {tiny} --attentions flash,xla --json {results}"
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["attention"]: row for row in json.loads(results.read_text())["rows"]}
+    assert set(rows) == {"flash", "xla"}
+    assert all(row["ms"] > 0 and row["batch"] * row["sequence"] == 96 for row in rows.values())
+    assert rows["flash"]["loss"] == pytest.approx(rows["xla"]["loss"], rel=0.02)
