@@ -398,7 +398,7 @@ class Runner {
     require(cudaGetLastError(), "the reference");
     const Status status = call(r.p);
     if (!status.ok()) {
-      if (c.D != c.Dv) return refused++, true;
+      if (c.D != c.Dv || c.S == 0) return refused++, true;
       std::printf("FAIL %s\n     refused: %s\n", g_now.c_str(), status.error);
       return false;
     }
@@ -624,7 +624,8 @@ int main(int argc, char** argv) {
     std::printf(" %s %.2f (seed %llu)", names[x], runner.worst[x].share,
                 static_cast<unsigned long long>(runner.worst[x].seed));
   std::printf(
-      "\n%d cases from seed %llu: %d passed, %d failed, %d of them not served (Dv other than D); %s, %s, %.1f s\n",
+      "\n%d cases from seed %llu: %d passed, %d failed, %d of them not served (Dv other than D, or no key); %s, %s, "
+      "%.1f s\n",
       count, static_cast<unsigned long long>(seed), passed, failed, runner.refused, device_facts.name,
       arch ? arch : "no kernels", seconds() - start);
   return failed > 0;
