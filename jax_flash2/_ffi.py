@@ -64,7 +64,8 @@ def _abstract(primitive: Any, *avals: Any, operands: tuple[str, ...], **_: Any) 
             if split is not None and letter not in "NK":
                 raise NotImplementedError(
                     f"attention needs whole sequences and head dims on each device, but {name} {aval.str_short()} is "
-                    f"split along {letter} over {split!r}: split batch or heads instead, with jax.sharding.reshard"
+                    f"split along {letter} over {split!r}: split batch or heads instead, with jax.sharding.reshard. "
+                    "(ring_attention, for sequences that are split over devices, is not in this version.)"
                 )
     dims = Dims(operands, avals)
     return [dims.aval(name) for name in results_of(primitive, operands)]
