@@ -1,5 +1,5 @@
-// Random cases for stress.cu: what a seed stands for, and how it reads in print. Knows shapes and options, no memory and
-// no kernel; shares no law with src/core.
+// Random cases for stress.cu: what a seed stands for, and how it reads in print. Knows shapes and options, no memory
+// and no kernel; shares no law with src/core.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace stress {
 
 class Random {
  public:
-  // Hashed twice: this generator's state only counts, so the streams of plain neighbours would be each other's, shifted.
+  // Hashed first: the state only counts, so the streams of neighbouring seeds would be each other's, shifted by one.
   explicit Random(uint64_t seed) : state_(seed) { state_ = next() ^ (next() << 1); }
   uint64_t next() {  // splitmix64
     uint64_t z = (state_ += 0x9e3779b97f4a7c15ull);

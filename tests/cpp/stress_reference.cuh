@@ -1,8 +1,8 @@
 // Attention and its gradients in float64 on the GPU for stress.cu, by the definition, with what roundings may cost each
 // element beside each result. A block of 128 threads a row; shares no law with src/core.
 //
-// What is allowed follows from where a kernel rounds: powers and score gradients to the dtype (independent roundings: their
-// standard deviations add in squares, six of them are allowed), results to the dtype, scores to float32 (bounded).
+// What is allowed follows from where a kernel rounds: powers and score gradients to the dtype (independent roundings:
+// their standard deviations add in squares, six of them are allowed), results to the dtype, scores to float32 (bounds).
 #pragma once
 #include <cmath>
 #include <cstdint>
