@@ -128,7 +128,10 @@ def lower_partitioned(function: Any, ctx: Any, *values: Any) -> Any:
     if hasattr(context, "num_devices"):
         devices = (jax.local_devices()[0],) * context.num_devices
         context = dataclasses.replace(context, device_assignment=devices, abstract_mesh=None)
-        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    elif isinstance(context.mesh, jax.sharding.AbstractMesh):
+        devices = np.full(tuple(context.mesh.shape.values()), jax.local_devices()[0])
+        context = dataclasses.replace(context, mesh=jax.sharding.Mesh(devices, context.mesh.axis_names))
+    ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
     alive = ctx.module_context.keepalives
     before = len(alive)
     outs = mlir.lower_fun(function)(ctx, *values)

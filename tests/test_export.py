@@ -295,11 +295,15 @@ def test_cuda_program_inside_shard_map(check_vma):
 
 
 def test_cuda_program_in_an_explicit_mesh():
+    """Padded before it is handed to the partitioner, with the types that the mesh asks for."""
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
     with jax.set_mesh(mesh):
         args = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("x"))) for x in _arguments(_plain)]
-        (_, backward) = _custom_calls(_gradients_of_plain, args)
-    assert backward[2][:3] == [f"{B}x{T}x{N}x16xbf16", *[f"{B}x{S}x{K}x16xbf16"] * 2]
+        text = jax.jit(_gradients_of_plain).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    forward, backward = (line for line in text.splitlines() if "@CustomSPMDPartitioning" in line)
+    q, k = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16"
+    assert re.findall(r"tensor<(.*?)>", forward.split(" -> ")[-1]) == [q, f"{B}x{N}x{T}xf32"]
+    assert re.findall(r"tensor<(.*?)>", backward.split(" -> ")[-1]) == [q, k, k]
 
 
 def test_cpu_program_has_no_workspace():

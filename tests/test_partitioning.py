@@ -307,9 +307,28 @@ def test_two_meshes_in_one_program():
         _near(got, want)
 
 
-def test_compiling_for_an_abstract_mesh():
+@pytest.mark.parametrize("manual", [False, True], ids=["jit", "partially manual shard_map"])
+def test_compiling_for_an_abstract_mesh(manual):
     """Needs no device, and no array."""
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, BOTH)) for x in _arguments(13)]
-    text = jax.jit(_gradients).trace(*args).lower(lowering_platforms=("cpu",)).as_text()
+    function = _gradients
+    if manual:
+        specs = (BATCH,) * 5
+        function = jax.shard_map(_gradients, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={"data"})
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cpu",)).as_text()
     assert text.count("CustomSPMDPartitioning") == 2
+
+
+@pytest.mark.parametrize("spec", [BATCH, HEADS, BOTH], ids=["batch", "heads", "batch and heads"])
+def test_second_derivatives_in_an_explicit_mesh(spec):
+    """They are jax.numpy, whose reshapes and sums have types there."""
+    args = _arguments(14, 4)[:3]
+
+    def product(*xs):
+        return jax.jvp(jax.grad(lambda *xs: jnp.sum(jnp.sin(calls.output(*xs)[0])), (0, 1, 2)), xs, xs)[1]
+
+    _, got = _compile(product, args, [spec] * 3, _mesh(EXPLICIT))
+    for x in got:
+        assert x.sharding.is_equivalent_to(NamedSharding(_mesh(EXPLICIT), spec), x.ndim)
+    _near(got, jax.jit(product)(*args))
