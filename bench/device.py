@@ -17,7 +17,10 @@ def describe() -> dict:
     found = {"device": jax.devices()[0].device_kind, "host": platform.machine(), "python": platform.python_version()}
     if on_gpu():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+        try:
+            found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+        except OSError as error:
+            found["driver"] = first_line(error)
     else:
         info = pathlib.Path("/proc/cpuinfo")
         lines = info.read_text().splitlines() if info.exists() else []
