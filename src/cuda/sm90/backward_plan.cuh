@@ -7,7 +7,7 @@
 #include "cuda/launch_kernel.cuh"
 #include "cuda/sm90/config_backward.cuh"
 #include "cuda/sm90/pipeline.cuh"
-#include "cuda/sm90/schedule.h"
+#include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -57,7 +57,7 @@ struct BackwardShared {
 // Which block does which key tiles of which heads, in which order. The query heads of a key head are one tile's, or are
 // split over `parts` of them. Key tiles of a head are next to each other, for they share Q, dO and dQ.
 struct BackwardSchedule {
-  Schedule lists;  // of "heads", which are parts of key heads
+  FixedLists lists;  // of "heads", which are parts of key heads
   uint32_t parts;
   bool first_long;  // the first key tiles meet the most queries, not the last ones
   bool ordered;     // blocks add to dQ in turn: a tile a block, that with the lowest ticket first
@@ -73,7 +73,7 @@ struct BackwardSchedule {
       const uint32_t tile = block / lists.heads;
       return {int(descending ? lists.tiles - 1 - tile : tile), 0, int(block % lists.heads)};
     }
-    const Schedule::Place at = lists.place(block, step);
+    const FixedLists::Place at = lists.place(block, step);
     if (at.tile < 0) return {-1, 0, 0};
     return {first_long ? int(lists.tiles) - 1 - at.tile : at.tile, int(at.head % parts), int(at.head / parts)};
   }
@@ -124,7 +124,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   const bool ragged = p.extras.query_lens.present() || p.extras.key_lens.present();
   const bool even = !ragged && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
   constexpr uint32_t kMostSteps = 1 << 30;
-  schedule->lists = Schedule::make(uint32_t(tiles), uint32_t(heads * parts), 1, even, uint32_t(resident), kMostSteps);
+  schedule->lists = FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), 1, even, uint32_t(resident), kMostSteps);
   schedule->parts = uint32_t(parts);
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
