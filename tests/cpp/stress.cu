@@ -84,6 +84,12 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// The forward's workspace, in trees whose Problem has it.
+template <class P>
+void give_queue(P& p, const Tensor& t) {
+  if constexpr (requires { p.queue; }) p.queue = t;
+}
+
 template <class Kernel, class... Args>
 void launch(int64_t threads, int block, Kernel kernel, Args... args) {
   if (threads > 0) kernel<<<unsigned((threads + block - 1) / block), block>>>(args...);
@@ -110,13 +116,14 @@ class Runner {
 
  private:
   Buffer rows_, lens_q_, lens_k_, scales_, live_q_, live_k_, inputs_[4], exact_, dlse_, verdict_, first_;
-  Buffer out_, lse_, grads_[3], delta_, dq_acc_, dk_acc_, dv_acc_, order_, dscale_;
+  Buffer out_, lse_, queue_, grads_[3], delta_, dq_acc_, dk_acc_, dv_acc_, order_, dscale_;
 
   template <class E>
   struct Prepared {
     Problem p{};
     stress::Call<E> reference{};
     Layout q, k, v, out, dq, dk, dv;
+    Tensor queue{};
     int64_t rows = 0;
   };
 
@@ -195,6 +202,8 @@ class Runner {
     if (c.traced) p.extras.scale = dense(c, scales_.upload(c.scales), 1, 1, 0);
     p.out = tensor(result<E>(out_, r.out), r.out.view());
     p.lse = dense(c, lse_.need(r.rows * 4), c.N, c.T, 0);
+    r.queue = dense(c, queue_.need(int64_t(B) * c.N * 4), c.N, 1, 0);
+    if (c.queue) give_queue(p, r.queue);
 
     stress::Call<E>& e = r.reference;
     e.B1 = c.B1, e.T = c.T, e.S = c.S, e.N = c.N, e.K = c.K, e.D = c.D, e.Dv = c.Dv;
@@ -238,6 +247,7 @@ class Runner {
   void poison_all(const Case& c, Prepared<E>& r, int byte = 0xff) {
     poison(static_cast<E*>(r.p.out.data), r.out, byte);
     require(cudaMemsetAsync(r.p.lse.data, byte, r.rows * 4), "memset");
+    require(cudaMemsetAsync(r.queue.data, byte, int64_t(c.B()) * c.N * 4), "memset");
     if (!backward) return;
     poison(static_cast<E*>(r.p.dq.data), r.dq, byte), poison(static_cast<E*>(r.p.dk.data), r.dk, byte);
     poison(static_cast<E*>(r.p.dv.data), r.dv, byte);

@@ -53,7 +53,7 @@ struct Case {
   int B0 = 1, B1 = 1, T = 1, S = 1, N = 1, K = 1, D = 64, Dv = 64;
   int64_t left = -1, right = -1;
   bool bottom_right = false, q_lens = false, k_lens = false, traced = false, poison = false;
-  bool deterministic = false, dlse = false;
+  bool deterministic = false, dlse = false, queue = true;
   double scale = 1, softcap = 0;
   Data data = Data::normal;
   Placement q, k, v, out;
@@ -73,7 +73,7 @@ struct Case {
     const auto flag = [&](bool f, const char* what) { r += f ? std::string(" ") + what : ""; };
     flag(q_lens, "query_lens"), flag(k_lens, "key_lens"), flag(traced, "traced_scale"),
         flag(poison, "nan_where_unread");
-    flag(deterministic, "deterministic"), flag(dlse, "dlse");
+    flag(deterministic, "deterministic"), flag(dlse, "dlse"), flag(!queue, "no_queue");
     const char* const kinds[] = {"normal", "rising", "falling", "jump", "zero"};
     r += std::string(" data ") + kinds[int(data)];
     const Placement* const all[] = {&q, &k, &v, &out};
@@ -173,6 +173,7 @@ inline Case draw(uint64_t seed, const Options& options) {
   c.q = draw_placement(r, may_share), c.k = draw_placement(r, may_share), c.v = draw_placement(r, may_share);
   c.out = draw_placement(r, false);
   if (c.shares()) c.poison = false;
+  c.queue = r.chance(0.85);
   return c;
 }
 
