@@ -32,7 +32,8 @@ def _column(row: dict, sweep: bool) -> str:
     if sweep:
         return length
     mask = f"w{row['window']}" if row["window"] is not None else "causal" if row["causal"] else "full"
-    return "\n".join([length, mask, f"D{row['d']} H{row['h']}/{row['hk']} B{row['b']}", row["dtype"]])
+    data = [row["data"]] if row.get("data", "normal") != "normal" else []
+    return "\n".join([length, mask, f"D{row['d']} H{row['h']}/{row['hk']} B{row['b']}", row["dtype"], *data])
 
 
 def _sweeps_lengths(rows: list[dict]) -> bool:
