@@ -115,7 +115,9 @@ def bars(rows: list[dict], meta: dict) -> str:
             f"{mode}: best rival / {OURS}: geometric mean {mean:.3f}, lowest {ratios[worst][1]:.3f}, "
             f"{len(ratios)} cells, {len(low)} below {LOW}"
         )
-        lines += [f"  {ratio:.3f} ({name}) {_where(key)}" for key, (name, ratio) in sorted(low.items(), key=lambda x: x[1][1])]
+        lines += [
+            f"  {ratio:.3f} ({name}) {_where(key)}" for key, (name, ratio) in sorted(low.items(), key=lambda x: x[1][1])
+        ]
     ours = {_key(row): row for row in rows if row["impl"] == OURS}
     for key, row in ours.items():
         if row["mode"] == "fwd" and row["d"] == row["dv"] == 128 and not row["causal"] and row["sq"] >= 8192:
