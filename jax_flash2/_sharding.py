@@ -6,8 +6,9 @@ has chosen, says how each array must be cut for a piece to be a call of its own.
 is split along them is gathered. Knows nothing of handlers; in a piece the primitive is bound again, on local shapes.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def partitioned(primitive: Any, operands: tuple[str, ...], avals: Sequence[Any],
     def partition(_: Any, args: Sequence[Any], outs: Sequence[Any]) -> Any:
         # Where the choices differ, the array that is cut into most pieces decides.
         candidates = zip((*results, *operands), (*outs, *args[:-1]), strict=True)
-        cuts = [_Cut.of(name, x, dims) for name, x in candidates if "N" in ARRAYS[name].axes]
+        cuts = [_Cut.of(name, x, dims) for name, x in candidates if ("N", True) in _axes(name, x.shape, dims)]
         cut = max(cuts, key=lambda cut: cut.pieces)
         groups = cut.groups()
         if primitive.name == "flash_backward" and groups and cut.devices.size != devices:
@@ -73,19 +74,19 @@ def partitioned(primitive: Any, operands: tuple[str, ...], avals: Sequence[Any],
 
 def _rule(operands: Sequence[str], results: Sequence[str], dims: Dims) -> SdyShardingRule:
     """The axes that belong together. One of size 1 that is shared along a batch belongs to nothing."""
-    unshared = iter(range(len(operands) * dims.rank))
+    unshared = itertools.count()
     K, G = dims.sizes["K"], dims.sizes["N"] // dims.sizes["K"]
     compound = K > 1 and G > 1
     query_heads = CompoundFactor("k", "g") if compound else "g" if K == 1 else "k"  # type: ignore[no-untyped-call]
-    heads = {"N": query_heads, "K": "k"}
+
+    def factor(axis: Any, full: bool) -> Any:
+        if not full:
+            return f"one{next(unshared)}"  # every factor needs a name of its own
+        return query_heads if axis == "N" else f"b{axis}" if isinstance(axis, int) else axis.lower()
 
     def mapping(name: str, shape: Sequence[Any]) -> ArrayMapping:
-        batch = (
-            f"b{i}" if shape[i] == dims.batch[i] else f"one{next(unshared)}"  # every factor needs a name of its own
-            for i in range(dims.rank)
-        )
-        rest = (heads.get(letter, letter.lower()) for letter in ARRAYS[name].axes)
-        return ArrayMapping(*batch, *rest)  # type: ignore[no-untyped-call]
+        factors = itertools.starmap(factor, _axes(name, shape, dims))
+        return ArrayMapping(*factors)  # type: ignore[no-untyped-call]
 
     letters = dict.fromkeys(letter for name in (*operands, *results) for letter in ARRAYS[name].axes)
     whole = tuple(letter.lower() for letter in letters if letter not in "NK")  # in the order of first use
@@ -96,6 +97,14 @@ def _rule(operands: Sequence[str], results: Sequence[str], dims: Dims) -> SdySha
         need_replication_factors=whole,
         **({"g": G} if compound else {}),
     )
+
+
+def _axes(name: str, shape: Sequence[Any], dims: Dims) -> Iterator[tuple[Any, bool]]:
+    """Each axis of an array, a batch axis by its number, another by its letter, and whether it is full or shared."""
+    for i, size in enumerate(dims.batch):
+        yield i, shape[i] == size
+    for letter, size in zip(ARRAYS[name].axes, shape[dims.rank :], strict=True):
+        yield letter, size == dims.sizes[letter]
 
 
 class _Cut(NamedTuple):
@@ -136,11 +145,9 @@ class _Cut(NamedTuple):
 
     def sharding(self, name: str, shape: Sequence[Any], dims: Dims) -> Any:
         """How the array `name` is cut; along the others of its axes it is whole."""
-        rank = dims.rank
-        cut = self.devices
-        kept = [i for i in range(rank) if shape[i] == dims.batch[i]]
-        heads = {"N": [rank, rank + 1], "K": [rank]}
-        axes = [[i] if i in kept else [] for i in range(rank)] + [heads.get(x, []) for x in ARRAYS[name].axes]
+        cut, rank = self.devices, dims.rank
+        where: dict[Any, list[int]] = {i: [i] for i in range(rank)} | {"N": [rank, rank + 1], "K": [rank]}
+        axes = [where.get(axis, []) if full else [] for axis, full in _axes(name, shape, dims)]
         used = [i for group in axes for i in group]
         order = used + [i for i in range(cut.ndim) if i not in used]
         tiles = [math.prod(cut.shape[i] for i in group) for group in axes]

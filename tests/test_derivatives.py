@@ -164,6 +164,23 @@ def test_vmap_of_a_hessian_vector_product():
     _near(got, jnp.stack([product(query[:, i], *xs[1:]) for i in range(3)], 2))
 
 
+@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, None), (None, None, 0), (1, None, 2)])
+def test_second_derivative_of_a_vmap(in_axes):
+    """Operands without the axis have size 1 along it, in tangents too."""
+    *xs, scale = _small()
+    axis = [x if i is None else jnp.stack([x, 2 * x, -x], i) for x, i in zip(xs, in_axes, strict=True)]
+
+    def product(implementation):
+        def loss(*xs):
+            mapped = jax.vmap(lambda *xs: _call(CAUSAL, implementation)(*xs, scale)[0], in_axes)
+            return jnp.sum(jnp.sin(mapped(*xs)))
+
+        return jax.jvp(jax.grad(loss, (0, 1, 2)), axis, axis)[1]
+
+    got, want = (jax.jit(functools.partial(product, i))() for i in (None, "reference"))
+    _near(got, want)
+
+
 def test_hessian_vector_product_of_split_arrays():
     """XLA partitions the tangents too; inside shard_map they vary as their operands do."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "model"))

@@ -3,6 +3,9 @@
 In float32 on CPU, where both are accurate.
 """
 
+import importlib
+import sys
+
 import calls
 import equinox as eqx
 import jax
@@ -158,3 +161,10 @@ def test_lengths_of_key_and_value():
     x = _inputs(LENGTH, WIDTH)
     with pytest.raises(ValueError, match=r"key_ has shape \(11, 24\) and value \(10, 24\)"):
         model(x, x, x[1:])
+
+
+def test_without_equinox(monkeypatch):
+    monkeypatch.setitem(sys.modules, "equinox", None)
+    monkeypatch.delitem(sys.modules, "jax_flash2.equinox")
+    with pytest.raises(ImportError, match=r"jax_flash2.equinox needs equinox.*pip install equinox"):
+        importlib.import_module("jax_flash2.equinox")

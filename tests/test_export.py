@@ -203,15 +203,18 @@ def test_ahead_of_time():
 
 
 @pytest.mark.parametrize("spec", [jax.P("x"), jax.P(None, None, "x")], ids=["batch", "heads"])
-def test_exported_programs_for_several_devices(spec):
-    """They hold no partitioning function, which is Python; what is split along the batch stays so all the same."""
+@pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
+def test_exported_programs_for_several_devices(manual, spec):
+    """They hold no Python, so no partitioning: right, but what is split is gathered, unless by shard_map."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("x",))
     args = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in _arguments(_plain)]
-    exported = export.export(
-        jax.jit(_gradients_of_plain), platforms=("cpu",), disabled_checks=jax_flash2.export_checks()
-    )
-    loaded = export.deserialize(exported(*args).serialize())
-    calls.assert_close(jax.jit(loaded.call)(*args), jax.jit(_gradients_of_plain)(*args), jnp.bfloat16)
+    function = _gradients_of_plain
+    if manual:
+        function = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3)
+    exported = export.export(jax.jit(function), platforms=("cpu",), disabled_checks=jax_flash2.export_checks())(*args)
+    compiled = jax.jit(export.deserialize(exported.serialize()).call).lower(*args).compile()
+    calls.assert_close(compiled(*args), jax.jit(_gradients_of_plain)(*args), jnp.bfloat16)
+    assert ("all-gather" in compiled.as_text()) != manual
 
 
 def test_symbolic_shapes():
