@@ -135,10 +135,10 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
   constexpr BackwardTile kTile = Config::kTile;
   constexpr int kBlock = tile::RowBlocks::kRows;
   Ring<1> dq_ring{shared + Shared::kDqRing + group * Ring<1>::kBytes};
-  // A narrow tile lies in shared memory as in global memory, of a wide one each warpgroup's part lies alone.
-  const int first_col = kTile.dq_first_col(group), row_cols = kTile.wide ? Shared::kRoundCols : p.D;
-  const int own = kTile.wide ? group * 64 * Shared::kRoundCols : kTile.dq_by_rows() ? group * 64 * p.D : 0;
-  const uint32_t from = shared + Shared::kDq + own * 4;
+  // Each warpgroup's part lies alone in shared memory: they leave at different times.
+  const bool by_rows = kTile.dq_by_rows();
+  const int first_col = kTile.dq_first_col(group), row_cols = kTile.dq_cols(group) / kTile.dq_rounds;
+  const uint32_t from = shared + Shared::kDq + group * 64 * (by_rows ? p.D : Shared::kRoundCols) * 4;
   float* dq_g = nullptr;
   int* order_g = nullptr;
   walk<Config>(
@@ -164,20 +164,19 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
             ptx::fence_proxy_async_global();
           }
           const int col = first_col + round * Shared::kRoundCols;
-          const int cols = min_(p.D - col, kTile.wide ? Shared::kRoundCols : kTile.dq_cols(group));
-          const int from_col = kTile.wide ? 0 : col;
+          const int cols = min_(p.D - col, row_cols);
           if (kTile.dq_by_rows()) {
             if (rows > 0) ptx::cp_reduce_async_bulk_add_f32(to, from, rows * p.D * 4);
           } else if (cols > 0) {
             int row = 0;
 #pragma unroll 1
             for (; row + kBlock <= rows; row += kBlock) {
-              ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col * kBlock,
-                                                from + (row * row_cols + from_col * kBlock) * 4, cols * kBlock * 4);
+              ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col * kBlock, from + row * row_cols * 4,
+                                                cols * kBlock * 4);
             }
 #pragma unroll 1
             for (; row < rows; row++) {
-              ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col, from + (row * row_cols + from_col) * 4, cols * 4);
+              ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col, from + row * row_cols * 4, cols * 4);
             }
           }
           ptx::cp_async_bulk_commit_group();

@@ -85,9 +85,14 @@ __device__ __forceinline__ void compute_narrow(const Problem& p, const BackwardT
       const uint32_t ds_s =
           shared + Shared::kDs + DsTile::offset((lane >> 4) * 8 + (lane & 7), group * 8 + warp * 2 + (lane >> 3 & 1));
       const int lane_key = group * 64 + warp * 16 + lane / 4;  // of the tile; this lane's other key is 8 further on
-      // This warp's rows of dQ, in the order of tile/row_blocks.cuh.
+      // This warp's rows of dQ, in the order of tile/row_blocks.cuh; each warpgroup's part alone, for the other's may still
+      // be on its way out.
       const int dq_row = kTile.dq_by_rows() ? group * 64 + warp * 16 : warp * 16;
-      const uint32_t dq_s = shared + Shared::kDq + dq_row * p.D * 4;
+      const uint32_t dq_s =
+          shared + Shared::kDq +
+          (kTile.dq_by_rows() ? dq_row * p.D * 4
+                              : group * 64 * Config::kTile.dq_cols(0) * 4 +
+                                    dq_row * (group == 0 ? Config::kTile.dq_cols(0) : Config::kTile.dq_cols(1)) * 4);
 
       const int i0 = m * kQueries, j0 = forget(at.tile) * kKeys;
       const Mask mask = forget(at.mask);
@@ -228,23 +233,21 @@ __device__ __forceinline__ void compute_narrow(const Problem& p, const BackwardT
         ptx::wgmma_wait_group<1>();
         ptx::pin(dq);
         dq_ring.wait_empty();
-        const int first_col = kTile.dq_first_col(group);
         if (i0 + dq_row + tile::RowBlocks::kRows <= p.T) {
-          const uint32_t to = dq_s + first_col * tile::RowBlocks::kRows * 4 + lane * 16;
 #pragma unroll
           for (int j = 0; j < kDqCols / 8; j++) {
-            if (first_col + 8 * j < p.D) ptx::st_shared_v4_f32(to + j * 512, dq[j]);
+            if (kTile.dq_first_col(group) + 8 * j < p.D) ptx::st_shared_v4_f32(dq_s + lane * 16 + j * 512, dq[j]);
           }
         } else {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const int row = lane / 4 + 8 * h, col = first_col + lane % 4 * 2;
+            const int row = int(lane) / 4 + 8 * h;
             if (i0 + dq_row + row >= p.T) continue;
-            const uint32_t to = dq_s + (row * p.D + col) * 4;
+            const uint32_t at = dq_s + (row * (kTile.dq_by_rows() ? p.D : kDqCols) + int(lane) % 4 * 2) * 4;
 #pragma unroll
             for (int j = 0; j < kDqCols / 8; j++) {
-              if (first_col + 8 * j >= p.D) continue;
-              ptx::st_shared_f32(to + j * 32, dq[j][2 * h]), ptx::st_shared_f32(to + j * 32 + 4, dq[j][2 * h + 1]);
+              if (kTile.dq_first_col(group) + 8 * j >= p.D) continue;
+              ptx::st_shared_f32(at + j * 32, dq[j][2 * h]), ptx::st_shared_f32(at + j * 32 + 4, dq[j][2 * h + 1]);
             }
           }
         }

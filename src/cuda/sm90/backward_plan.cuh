@@ -5,9 +5,9 @@
 
 #include "core/problem.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config_backward.cuh"
 #include "cuda/sm90/pipeline.cuh"
-#include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -70,8 +70,8 @@ struct BackwardSchedule {
   JAX_FLASH2_HD int steps(uint32_t block) const { return ordered ? 1 : lists.steps(block); }
   JAX_FLASH2_HD Place place(uint32_t block, uint32_t step) const {
     if (ordered) {
-      const uint32_t tile = block / lists.heads;
-      return {int(descending ? lists.tiles - 1 - tile : tile), 0, int(block % lists.heads)};
+      const uint32_t tile = block % lists.tiles;
+      return {int(descending ? lists.tiles - 1 - tile : tile), 0, int(block / lists.tiles)};
     }
     const FixedLists::Place at = lists.place(block, step);
     if (at.tile < 0) return {-1, 0, 0};
