@@ -26,6 +26,7 @@ ARRAYS = {
     "lse": _Array("NT", "real"),
     "dout": _Array("TNV", "io"),
     "dlse": _Array("NT", "real"),
+    "queue": _Array("N", "int32"),
     "dq": _Array("TND", "io"),
     "dk": _Array("SKD", "io"),
     "dv": _Array("SKV", "io"),
@@ -37,7 +38,7 @@ ARRAYS = {
     **{name: _Array(x.axes, x.dtype) for name, x in EXTRAS._asdict().items()},
     **{f"d{name}": _Array(x.slot, "float32") for name, x in EXTRAS._asdict().items() if x.slot != "-"},
 }
-WORKSPACES = ("delta", "dq_acc", "dk_acc", "dv_acc", "order")
+WORKSPACES = ("queue", "delta", "dq_acc", "dk_acc", "dv_acc", "order")
 SLOTS = tuple(f"d{name}" for name in Extras._fields)
 
 # By primitive, in the handlers' order. What a call lacks is passed as an array of size zero.
@@ -46,8 +47,8 @@ OPERANDS = {
     "flash_backward": ("q", "k", "v", "out", "lse", "dout", "dlse", *Extras._fields),
 }
 RESULTS = {
-    "flash_forward": ("out", "lse"),
-    "flash_backward": ("dq", "dk", "dv", *WORKSPACES, *SLOTS),
+    "flash_forward": ("out", "lse", "queue"),
+    "flash_backward": ("dq", "dk", "dv", "delta", "dq_acc", "dk_acc", "dv_acc", "order", *SLOTS),
 }
 
 

@@ -64,9 +64,9 @@ def lower(
 
 
 def _workspaces(dims: Dims, spec: AttentionSpec) -> list[str]:
-    """What the CUDA backward scribbles on: a pure function of shapes and spec."""
+    """What the CUDA kernels scribble on, those of both passes: a pure function of shapes and spec."""
     grouped = ["dk_acc", "dv_acc"] if dims.sizes["N"] != dims.sizes["K"] else []
-    return ["delta", "dq_acc", *grouped, *(["order"] if spec.deterministic else [])]
+    return ["queue", "delta", "dq_acc", *grouped, *(["order"] if spec.deterministic else [])]
 
 
 def _padded(primitive: Any, width: int, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:

@@ -29,12 +29,15 @@ struct Tensor {
 
   JAX_FLASH2_HD bool present() const { return data != nullptr; }
 
-  // The first element of (batch row, head).
+  // The first element of (batch row, head), and where it lies.
   template <class T>
   JAX_FLASH2_HD T* at(const Batch& b, int h = 0) const {
+    return static_cast<T*>(data) + offset(b, h);
+  }
+  JAX_FLASH2_HD int64_t offset(const Batch& b, int h = 0) const {
     int64_t offset = h * head;
     for (int a = 0; a < kMaxBatchAxes; a++) offset += b.at[a] * batch[a];
-    return static_cast<T*>(data) + offset;
+    return offset;
   }
 };
 
@@ -56,6 +59,9 @@ struct Problem {
   Tensor v;    // [*B, S, K, Dv]
   Tensor out;  // [*B, T, N, Dv]
   Tensor lse;  // [*B, N, T] float32 (float64 where dtype is): log sum exp of a row's scores, natural log
+
+  // Forward workspace of some CUDA kernels, uninitialised; absent: they do without.
+  Tensor queue;  // [*B, N] int32
 
   // Backward only.
   Tensor dout;        // like out

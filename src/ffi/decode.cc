@@ -180,6 +180,8 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
 #define JAX_FLASH2_EXTRA(name, dtype, axes, slot) slots.push_back({"d" #name, slot, f32, &p->grads.name, true});
     JAX_FLASH2_EXTRAS(JAX_FLASH2_EXTRA)
 #undef JAX_FLASH2_EXTRA
+  } else {
+    slots.push_back({"queue", "N", s32, &p->queue, true});
   }
 
   size_t arg = 0, ret = 0;

@@ -12,7 +12,7 @@ namespace jax_flash2 {
 enum class Pass { kForward, kBackward };
 
 // Operands and results, in order:
-//   forward:  q k v, extras                      -> out lse
+//   forward:  q k v, extras                      -> out lse queue
 //   backward: q k v out lse dout dlse, extras    -> dq dk dv delta dq_acc dk_acc dv_acc order, a slot per extra
 // An array of size zero and rank one stands for an absent one, and so does a missing one at the end.
 xla::ffi::Error decode(Pass pass, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,

@@ -148,8 +148,9 @@ std::string check_forward(const Case& c, double& worst) {
   const Inputs in(c);
   Call call(c, in);
   Tensor16 out(c, c.B, c.T, c.N);
-  const Device out_memory(out.raw.size() * 2), lse_memory(size_t(c.B) * c.N * c.T * 4);
+  const Device out_memory(out.raw.size() * 2), lse_memory(size_t(c.B) * c.N * c.T * 4), queue_memory(4);
   call.p.out = describe(c, out, out_memory), call.p.lse = describe_rows(c, lse_memory);
+  call.p.queue.data = queue_memory.get();
   const Status status =
       c.type == Type::bf16 ? run_forward<jax_flash2::cuda::bf16>(call.p) : run_forward<jax_flash2::cuda::f16>(call.p);
   if (!status.ok()) return status.error;

@@ -28,6 +28,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_load(uint32_t shared, co
 }
 
 // Starts the copy of a box from `shared`, as part of this thread's open group.
+__device__ __forceinline__ void cp_async_bulk_tensor_5d_load(uint32_t shared, const CUtensorMap* map, int c0, int c1,
+                                                             int c2, int c3, int c4, uint32_t barrier, uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(hint)
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const CUtensorMap* map, int c0, int c1, int c2, int c3,
                                                               uint32_t shared) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),

@@ -1,11 +1,8 @@
-// Which block of the forward does which tiles of queries, in which order. Integers only; knows no kernel.
+// Which tile of queries a ticket of the forward stands for. Tickets are handed out in order, so the longest tiles come
+// first. Integers only; knows no kernel.
 //
-// Blocks that stay resident and walk a list hide each tile's start behind the end of the one before, but a list fixed
-// beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where they
-// do not, a list is made of pairs: a head's tile with the most keys and the one with the fewest, the next two, and so on,
-// which cost the same. The last tiles are blocks of their own, longest first, which the hardware hands out as
-// multiprocessors fall idle. Only `section` query heads are walked together, so that their K and V stay in L2; the query
-// heads of a key head are neighbours.
+// Only `section` query heads are walked together, so that their K and V stay in L2; the query heads of a key head are
+// neighbours.
 #pragma once
 #include <cstdint>
 
@@ -15,51 +12,18 @@ namespace jax_flash2::cuda::sm90 {
 
 struct Schedule {
   uint32_t tiles, heads, section;  // query tiles of a head; heads and batch rows together; a multiple of the group
-  uint32_t members;                // 2: pairs, 1: single tiles
-  uint32_t workers;                // blocks that walk a list
-  uint32_t listed;                 // units (pairs, or tiles) in lists; the rest are blocks of their own
+  uint32_t workers;                // blocks; ticket i < workers is block i's first
 
   struct Place {
-    int tile, head;  // tile -1: nothing to do
+    int tile, head;
   };
 
-  // resident: blocks that the device runs at once; most: steps that a list may have.
-  static Schedule make(uint32_t tiles, uint32_t heads, uint32_t section, bool even, uint32_t resident, uint32_t most) {
-    Schedule s{tiles, heads, section, even ? 1u : 2u, 0, 0};
-    const uint32_t units = s.units(), lists = resident > (units * uint64_t(s.members) + most - 1) / most
-                                                  ? resident
-                                                  : uint32_t((units * uint64_t(s.members) + most - 1) / most);
-    s.workers = lists < units ? lists : units;
-    s.listed = units;
-    if (!even) {
-      const uint64_t all = uint64_t(tiles) * heads;  // one round of tiles, at least, is left over
-      s.listed = all < lists ? 0 : uint32_t((all - lists) / lists / 2) * lists;
-      if (s.listed == 0) s.workers = 0;
-    }
-    return s;
-  }
+  JAX_FLASH2_HD uint32_t tickets() const { return tiles * heads; }
 
-  JAX_FLASH2_HD uint32_t units_of_head() const { return members == 2 ? (tiles + 1) / 2 : tiles; }
-  JAX_FLASH2_HD uint32_t units() const { return units_of_head() * heads; }
-  JAX_FLASH2_HD uint32_t blocks() const { return workers + (units() - listed) * members; }
-
-  JAX_FLASH2_HD int steps(uint32_t block) const {
-    return block < workers ? int((listed - block + workers - 1) / workers * members) : 1;
-  }
-
-  JAX_FLASH2_HD Place place(uint32_t block, uint32_t step) const {
-    if (block < workers) return member(block + step / members * workers, step % members);
-    const uint32_t rest = units() - listed, single = block - workers;  // the long ones of all pairs come first
-    return single < rest ? member(listed + single, 0) : member(units() - 1 - (single - rest), 1);
-  }
-
- private:
-  JAX_FLASH2_HD Place member(uint32_t unit, uint32_t which) const {
-    const uint32_t first = unit / (units_of_head() * section) * section, rest = unit - first * units_of_head();
+  JAX_FLASH2_HD Place place(uint32_t ticket) const {
+    const uint32_t first = ticket / (tiles * section) * section, rest = ticket - first * tiles;
     const uint32_t together = first + section <= heads ? section : heads - first;
-    const uint32_t from_end = rest / together, head = first + rest % together;
-    if (which == 1 && from_end == tiles - 1 - from_end) return {-1, 0};  // the middle one is its own partner
-    return {int(which == 0 ? tiles - 1 - from_end : from_end), int(head)};
+    return {int(tiles - 1 - rest / together), int(first + rest % together)};
   }
 };
 

@@ -11,8 +11,9 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-// A tensor [*B, length, heads, D] under a four-dimensional map (column, row, head, batch). All batch axes together are one
-// dimension of the map: its step is the smallest stride among them, of which the others are multiples in any dense array.
+// A tensor [*B, length, heads, D] under a map (column, row, head, batch), or, where heads are packed, (column, head of a
+// pack, row, pack, batch). All batch axes together are one dimension of the map: its step is the smallest stride among them,
+// of which the others are multiples in any dense array.
 struct MappedTensor {
   CUtensorMap map;
   int32_t batch_step[kMaxBatchAxes];  // what one step along an axis adds to the map's batch coordinate
@@ -24,9 +25,12 @@ struct MappedTensor {
   }
 };
 
-// Box: `box_rows` rows of `panel_cols` columns of one head, laid down in shared memory as a panel of tile::SharedTile.
+// Box: `box_rows` rows of `panel_cols` columns of one head, laid down in shared memory as a panel of tile::SharedTile; or,
+// packed, box_rows >> pack_log2 rows of 1 << pack_log2 heads each.
 struct TensorMapShape {
   int length, heads, head_dim, panel_cols, box_rows;
+  bool packed = false;
+  int pack_log2 = 0;
 };
 
 // The driver's function, found by way of the runtime: a library that needs no driver to be loaded cannot name it. Null when
@@ -61,15 +65,33 @@ inline Status encode_tensor_map(TensorMapEncoder encoder, const Problem& p, cons
 
   // A stride along an axis of size 1 is never used, but must look like one.
   const auto stride_bytes = [&](int64_t stride, int64_t size) { return cuuint64_t(size > 1 ? stride * kBytes : 16); };
-  const cuuint64_t sizes[4] = {cuuint64_t(shape.head_dim), cuuint64_t(shape.length), cuuint64_t(shape.heads),
-                               cuuint64_t(batches)};
-  const cuuint64_t strides[3] = {stride_bytes(tensor.row, shape.length), stride_bytes(tensor.head, shape.heads),
-                                 stride_bytes(step, batches)};
-  const cuuint32_t box[4] = {cuuint32_t(shape.panel_cols), cuuint32_t(shape.box_rows), 1, 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+  const cuuint64_t head_dim = shape.head_dim, length = shape.length, heads = shape.heads, cols = shape.panel_cols;
+  const int pack = 1 << shape.pack_log2;
+  const cuuint64_t row_bytes = stride_bytes(tensor.row, shape.length), batch_bytes = stride_bytes(step, batches);
+  const cuuint64_t head_bytes = stride_bytes(tensor.head, shape.heads), box_rows = shape.box_rows;
+  struct Axis {
+    cuuint64_t size, stride_bytes, box;
+  };
+  const Axis unpacked[] = {{head_dim, 0, cols},
+                           {length, row_bytes, box_rows},
+                           {heads, head_bytes, 1},
+                           {cuuint64_t(batches), batch_bytes, 1}};
+  const Axis packed[] = {{head_dim, 0, cols},
+                         {cuuint64_t(pack), head_bytes, cuuint64_t(pack)},
+                         {length, row_bytes, box_rows / pack},
+                         {heads / pack, head_bytes * pack, 1},
+                         {cuuint64_t(batches), batch_bytes, 1}};
+  const Axis* const axes = shape.packed ? packed : unpacked;
+  const int rank = shape.packed ? 5 : 4;
+  cuuint64_t sizes[5], strides[5];
+  cuuint32_t box[5], element_strides[5];
+  for (int a = 0; a < rank; a++) {
+    sizes[a] = axes[a].size, box[a] = cuuint32_t(axes[a].box), element_strides[a] = 1;
+    if (a > 0) strides[a - 1] = axes[a].stride_bytes;
+  }
 
   const CUresult encoded = encoder(
-      &result->map, p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+      &result->map, p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
       tensor.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       shape.panel_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
