@@ -1,5 +1,6 @@
 // Proves the laws of src/core without a GPU: every range of Mask against `visible` by exhaustion, Score against its
-// formula and finite differences, and the index arithmetic of Problem. Built by g++ and by nvcc, whose host compiler,
+// formula and finite differences, and the index arithmetic of Problem; and that the Hopper forward's schedule misses no
+// tile. Built by g++ and by nvcc, whose host compiler,
 // and front end for device code, must read the same headers the same way.
 #include <algorithm>
 #include <cmath>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "core/problem.h"
+#include "cuda/sm90/schedule.h"
 
 namespace jax_flash2 {
 namespace {
@@ -243,6 +245,31 @@ void check_problem() {
   expect(!p.plain(), none, "a softcap is not");
 }
 
+// Every tile of every head has one ticket, and one turn of one block.
+void check_schedule() {
+  using cuda::sm90::Schedule;
+  for (uint32_t tiles : {1u, 2u, 3u, 7u, 86u})
+    for (uint32_t heads : {1u, 4u, 24u, 100u})
+      for (uint32_t section : {1u, 4u, 16u})
+        for (uint32_t workers : {1u, 4u, 132u}) {
+          if (section > heads) continue;
+          const Schedule s{tiles, heads, section, std::min(workers, tiles * heads)};
+          std::vector<int> met(tiles * heads), turns(tiles * heads);
+          for (uint32_t ticket = 0; ticket < s.tickets(); ticket++) {
+            const Schedule::Place place = s.place(ticket);
+            expect(place.tile >= 0 && place.tile < int(tiles) && place.head >= 0 && place.head < int(heads), {},
+                   "ticket %u of %u x %u leads outside", ticket, tiles, heads);
+            met[place.head * tiles + place.tile]++;
+          }
+          for (uint32_t block = 0; block < s.workers; block++)
+            for (uint32_t ticket = block, turn = 0; ticket < s.tickets(); ticket = s.turn_of(block, ++turn))
+              turns[ticket]++;
+          const auto once = [](int n) { return n == 1; };
+          expect(std::all_of(met.begin(), met.end(), once) && std::all_of(turns.begin(), turns.end(), once), {},
+                 "schedule of %u x %u, section %u, workers %u", tiles, heads, section, s.workers);
+        }
+}
+
 }  // namespace
 
 #if defined(__CUDACC__)
@@ -265,6 +292,7 @@ __global__ void read_laws(Problem p, int* ints, float* floats) {
 int main() {
   using namespace jax_flash2;
   exhaust_masks(7);
+  check_schedule();
   sample_masks(300);
   check_make();
   check_score();

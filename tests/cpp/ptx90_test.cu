@@ -2,6 +2,7 @@
 // `N passed, M failed`. Inputs are small integers, so every product is exact and must come out equal. Needs a GPU.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -140,6 +141,30 @@ __global__ void __launch_bounds__(128)
   }
 }
 
+// A box of rows of packed heads, as it comes to lie.
+template <int kRows, int kCols>
+__global__ void __launch_bounds__(128)
+    packed_kernel(const __grid_constant__ MappedTensor from, int row0, int head, int batch, uint16_t* seen) {
+  using Tile = tile::SharedTile<kRows, kCols>;
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  const uint32_t tile_s = ptx::shared_address(shared_memory), barrier = tile_s + Tile::kBytes;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
+    for (int panel = 0; panel < Tile::kPanels; panel++) {
+      ptx::cp_async_bulk_tensor_5d_load(tile_s + panel * Tile::kPanelBytes, &from.map, panel * Tile::kPanelCols, 0,
+                                        row0, head, batch, barrier, ptx::kEvictFirst);
+    }
+  }
+  __syncthreads();
+  ptx::mbarrier_wait_parity(barrier, 0);
+  for (int x = threadIdx.x; x < kRows * kCols; x += 128) {
+    const int row = x / kCols, col = x % kCols;
+    seen[x] = uint16_t(ptx::ld_shared_b32(tile_s + Tile::offset(row, col / 8) + col % 8 / 2 * 4) >> col % 2 * 16);
+  }
+}
+
 // Two warpgroups write a list in turns, with more registers than they started with; each warp says who leads.
 __global__ void __launch_bounds__(384, 1) turns_kernel(int* list, int* leaders) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -208,16 +233,16 @@ constexpr cases::Type kType = std::is_same_v<Element, cuda::bf16> ? cases::Type:
 
 // [batches][rows][heads][cols] under a map of boxes of box_rows rows.
 template <class Element>
-sm90::MappedTensor map_tensor(void* memory, int batches, int rows, int heads, int cols, int panel_cols, int box_rows) {
+sm90::MappedTensor map_tensor(void* memory, int batches, int rows, int heads, int cols, int panel_cols, int box_rows,
+                              int pack_log2 = -1) {
   Problem p{};
   p.dtype = kType<Element> == cases::Type::bf16 ? DType::kBF16 : DType::kF16;
   for (int a = 0; a < kMaxBatchAxes; a++) p.batch_sizes[a] = a == 2 ? batches : 1;
   Tensor t;
   t.data = memory, t.head = cols, t.row = int64_t(heads) * cols, t.batch[2] = t.row * rows;
   sm90::MappedTensor mapped;
-  require(sm90::encode_tensor_map(sm90::find_tensor_map_encoder(), p, t, {rows, heads, cols, panel_cols, box_rows},
-                                  &mapped),
-          "tensor map");
+  const sm90::TensorMapShape shape{rows, heads, cols, panel_cols, box_rows, pack_log2 >= 0, std::max(pack_log2, 0)};
+  require(sm90::encode_tensor_map(sm90::find_tensor_map_encoder(), p, t, shape, &mapped), "tensor map");
   return mapped;
 }
 
@@ -317,10 +342,41 @@ void test_turns() {
   judge("elect.sync", one);
 }
 
+template <int kRows, int kCols>
+void test_packed(int cols, int pack_log2, int row0) {
+  using Element = cuda::bf16;
+  using Tile = cuda::tile::SharedTile<kRows, kCols>;
+  constexpr int kBatches = 2, kLength = 70, kHeads = 24;
+  const int pack = 1 << pack_log2, head = kHeads / pack - 1, batch = 1;
+  cases::Random random(7);
+  const auto host = integers<Element>(size_t(kBatches) * kLength * kHeads * cols, random);
+  std::vector<uint16_t> got(kRows * kCols);
+  uint16_t* const seen = device(got);
+  require(cuda::launch_kernel(
+              sm90::packed_kernel<kRows, kCols>, 1, 128, Tile::kBytes + 8, nullptr,
+              map_tensor<Element>(device(host), kBatches, kLength, kHeads, cols, Tile::kPanelCols, kRows, pack_log2),
+              row0, head, batch, seen),
+          "launch");
+  read(got, seen);
+  bool equal = true;
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kCols; c++) {
+      const int row = row0 + r / pack, n = head * pack + r % pack;
+      const bool inside = row < kLength && c < cols;
+      equal &= got[r * kCols + c] ==
+               (inside ? host[((size_t(batch) * kLength + row) * kHeads + n) * cols + c] : uint16_t(0));
+    }
+  judge("tma load of packed heads " + std::to_string(cols) + " of " + std::to_string(kCols) + " columns, " +
+            std::to_string(pack) + " heads, row " + std::to_string(row0),
+        equal);
+}
+
 }  // namespace
 
 int main() {
   test_turns();
+  test_packed<64, 64>(64, 0, 10), test_packed<64, 128>(128, 1, 0), test_packed<64, 128>(72, 3, 60);
+  test_packed<64, 96>(80, 2, 50), test_packed<64, 256>(256, 3, 66);
   test_copy<64, 64>(64, 0), test_copy<64, 64>(40, 10), test_copy<64, 64>(8, 69);
   test_copy<80, 128>(128, 0), test_copy<48, 128>(72, 30), test_copy<64, 96>(96, 5), test_copy<32, 96>(80, 50);
   test_copy<64, 256>(256, 0);

@@ -33,7 +33,7 @@ struct ForwardConfig<64> {
 template <>
 struct ForwardConfig<96> {
   static constexpr ForwardTile kTile{
-      .head_dim = 96, .value_dim = 96, .consumers = 3, .keys = 96, .stages = 3, .q_buffers = 1, .ping_pong = false};
+      .head_dim = 96, .value_dim = 96, .consumers = 3, .keys = 64, .stages = 5, .q_buffers = 2, .ping_pong = false};
 };
 template <>
 struct ForwardConfig<128> {

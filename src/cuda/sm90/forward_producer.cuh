@@ -68,15 +68,13 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     });
   };
 
-  // Without a queue blocks take turns, shifted by one each time: a block would meet the same tile of every head else.
-  const uint32_t workers = plan.schedule.workers;
   uint32_t ticket = blockIdx.x, turn = 0, loaded = 0, rounds = 0;
   const auto wait_loaded = [&] { ptx::mbarrier_wait_parity(shared + Shared::kLoaded, loaded++ % 2); };
   const auto next_ticket = [&] {
-    if (!plan.queue) return turn++, turn * workers + (blockIdx.x + turn) % workers;
+    if (!plan.queue) return plan.schedule.turn_of(blockIdx.x, ++turn);
     wait_loaded();
-    uint32_t asked = lane == 0 ? atomicAdd(plan.queue, 1u) : 0;
-    return workers + __shfl_sync(~0u, asked, 0);
+    const uint32_t asked = lane == 0 ? atomicAdd(plan.queue, 1u) : 0;
+    return plan.schedule.workers + __shfl_sync(~0u, asked, 0);
   };
 #pragma unroll 1
   while (ticket < plan.schedule.tickets()) {

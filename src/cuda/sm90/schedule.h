@@ -1,5 +1,5 @@
-// Which tile of queries a ticket of the forward stands for. Tickets are handed out in order, so the longest tiles come
-// first. Integers only; knows no kernel.
+// Which tile of queries a ticket of the forward stands for, and who has which where nobody asks. Tickets are handed out in
+// order, so the longest tiles come first. Integers only; knows no kernel.
 //
 // Only `section` query heads are walked together, so that their K and V stay in L2; the query heads of a key head are
 // neighbours.
@@ -19,6 +19,12 @@ struct Schedule {
   };
 
   JAX_FLASH2_HD uint32_t tickets() const { return tiles * heads; }
+
+  // A block's ticket number `turn` where there is no queue. Shifted by one each time: a block would meet the same tile of
+  // every head else.
+  JAX_FLASH2_HD uint32_t turn_of(uint32_t block, uint32_t turn) const {
+    return turn * workers + (block + turn) % workers;
+  }
 
   JAX_FLASH2_HD Place place(uint32_t ticket) const {
     const uint32_t first = ticket / (tiles * section) * section, rest = ticket - first * tiles;
