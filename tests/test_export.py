@@ -269,7 +269,8 @@ def test_cuda_program():
     forward, backward = _custom_calls(_gradients, _arguments(_gradients))
     q, k = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16"
     lse, lens = f"{B}x{N}x{T}xf32", f"{B}xi32"
-    assert forward[:3] == ("jax_flash2_forward_v1", [q, k, k, f"{B}xf32", lens, lens], [q, lse])
+    queue = f"{B}x{N}xi32"
+    assert forward[:3] == ("jax_flash2_forward_v1", [q, k, k, f"{B}xf32", lens, lens], [q, lse, queue])
     operands = [q, k, k, q, lse, q, lse, f"{B}xf32", lens, lens]
     accumulators = [f"{B}x{N}x{T}x16xf32", *[f"{B}x{K}x{S}x16xf32"] * 2]
     results = [q, k, k, lse, *accumulators, f"{B}x{N}x2xi32", lse, "0xf32", "0xf32"]
@@ -280,7 +281,7 @@ def test_cuda_program_without_options():
     query, key, value = (jnp.zeros((B, T, N, 16), jnp.float16) for _ in range(3))
     forward, backward = _custom_calls(_gradients_of_plain, (query, key, value))
     q, lse = f"{B}x{T}x{N}x16xf16", f"{B}x{N}x{T}xf32"
-    assert forward[1:3] == ([q, q, q, "0xf32", "0xi32", "0xi32"], [q, lse])
+    assert forward[1:3] == ([q, q, q, "0xf32", "0xi32", "0xi32"], [q, lse, f"{B}x{N}xi32"])
     assert backward[1] == [q, q, q, q, lse, q, "0xf32", "0xf32", "0xi32", "0xi32"]
     workspaces = [lse, f"{B}x{N}x{T}x16xf32", "0xf32", "0xf32", "0xi32"]
     assert backward[2] == [q, q, q, *workspaces, "0xf32", "0xf32", "0xf32"]
