@@ -1,5 +1,5 @@
-// The sm_90 backward under the same cases as kernels_backward.cu, which see for how to run it. Of the head dims' instances
-// those in JAX_FLASH2_TEST_DIMS are compiled in; cases that need others are answered by an error.
+// The sm_90 backward under the same cases as kernels_backward.cu, which see for how to run it. Of the head dims'
+// instances those in JAX_FLASH2_TEST_DIMS are compiled in; cases that need others are answered by an error.
 #include <type_traits>
 
 #include "cuda/element.h"

@@ -1,5 +1,5 @@
-// The backward pass on wgmma and TMA (compute capability 9.0), FlashAttention-3's way: a block owns a tile of keys of one
-// head and walks the query tiles that its mask leaves. Of its warps four feed (sm90/backward_feed.cuh), and two
+// The backward pass on wgmma and TMA (compute capability 9.0), FlashAttention-3's way: a block owns a tile of keys of
+// one head and walks the query tiles that its mask leaves. Of its warps four feed (sm90/backward_feed.cuh), and two
 // warpgroups compute (sm90/backward_narrow.cuh, backward_wide.cuh). Asks Mask, Score, Keep and DScore, and never knows
 // which feature it serves.
 #pragma once

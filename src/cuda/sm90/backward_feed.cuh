@@ -86,8 +86,8 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
       });
 }
 
-// One warp: of each query -lse in powers of two, and delta. P of a dead row is 0, whatever its lse holds. The values are
-// read before their buffer is free, so that nobody waits for memory.
+// One warp: of each query -lse in powers of two, and delta. P of a dead row is 0, whatever its lse holds. The values
+// are read before their buffer is free, so that nobody waits for memory.
 template <class Config>
 __device__ __forceinline__ void feed_statistics(const Problem& p, const BackwardSchedule& schedule, uint32_t block,
                                                 uint32_t shared) {

@@ -1,8 +1,8 @@
 // What a warpgroup of the backward computes of a narrow tile: whole rows of dK and dV of 64 keys, in registers.
 //
-// Scores are computed transposed (keys x queries), so that P and dS leave the tensor cores as the operands that dV = P dO
-// and dK = dS Q want, in registers. Only dS, which dQ = dS^T K wants the other way round, goes through shared memory, and
-// dQ, which leaves it as an addition to memory.
+// Scores are computed transposed (keys x queries), so that P and dS leave the tensor cores as the operands that dV = P
+// dO and dK = dS Q want, in registers. Only dS, which dQ = dS^T K wants the other way round, goes through shared
+// memory, and dQ, which leaves it as an addition to memory.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -85,8 +85,8 @@ __device__ __forceinline__ void compute_narrow(const Problem& p, const BackwardT
       const uint32_t ds_s =
           shared + Shared::kDs + DsTile::offset((lane >> 4) * 8 + (lane & 7), group * 8 + warp * 2 + (lane >> 3 & 1));
       const int lane_key = group * 64 + warp * 16 + lane / 4;  // of the tile; this lane's other key is 8 further on
-      // This warp's rows of dQ, in the order of tile/row_blocks.cuh; each warpgroup's part alone, for the other's may still
-      // be on its way out.
+      // This warp's rows of dQ, in the order of tile/row_blocks.cuh; each warpgroup's part alone, for the other's may
+      // still be on its way out.
       const int dq_row = kTile.dq_by_rows() ? group * 64 + warp * 16 : warp * 16;
       const uint32_t dq_s =
           shared + Shared::kDq +

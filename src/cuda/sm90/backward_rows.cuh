@@ -1,4 +1,5 @@
-// What both kinds of tile of the backward do to rows that are dead or masked, and how their loops keep within registers.
+// What both kinds of tile of the backward do to rows that are dead or masked, and how their loops keep within
+// registers.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -38,8 +39,9 @@ __device__ __forceinline__ void clear_keys(const Problem& p, const KeyTile& at, 
   }
 }
 
-// Rows that nobody reads may hold NaN, and a zero times a NaN is no zero: they are cleared where they are summed over. Each
-// warpgroup clears what it is about to read. row0: of the tile; rows: of the tensor, past which there are zeros already.
+// Rows that nobody reads may hold NaN, and a zero times a NaN is no zero: they are cleared where they are summed over.
+// Each warpgroup clears what it is about to read. row0: of the tile; rows: of the tensor, past which there are zeros
+// already.
 template <class Tile>
 __device__ __forceinline__ void clear_dead_rows(uint32_t tile, int row0, int rows, Range live, int barrier) {
   if (row0 >= live.begin && min_(row0 + Tile::kRows, rows) <= live.end) return;

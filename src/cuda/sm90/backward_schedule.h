@@ -1,11 +1,11 @@
 // Which block walks which tiles, in which order, where blocks have no counter to draw tickets from. Integers only.
 //
 // Blocks that stay resident and walk a list hide each tile's start behind the end of the one before, but a list fixed
-// beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where they
-// do not, a list is made of pairs: a head's tile with the most keys and the one with the fewest, the next two, and so on,
-// which cost the same. The last tiles are blocks of their own, longest first, which the hardware hands out as
-// multiprocessors fall idle. Only `section` query heads are walked together, so that their K and V stay in L2; the query
-// heads of a key head are neighbours.
+// beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where
+// they do not, a list is made of pairs: a head's tile with the most keys and the one with the fewest, the next two, and
+// so on, which cost the same. The last tiles are blocks of their own, longest first, which the hardware hands out as
+// multiprocessors fall idle. Only `section` query heads are walked together, so that their K and V stay in L2; the
+// query heads of a key head are neighbours.
 #pragma once
 #include <cstdint>
 
@@ -24,7 +24,8 @@ struct FixedLists {
   };
 
   // resident: blocks that the device runs at once; most: steps that a list may have.
-  static FixedLists make(uint32_t tiles, uint32_t heads, uint32_t section, bool even, uint32_t resident, uint32_t most) {
+  static FixedLists make(uint32_t tiles, uint32_t heads, uint32_t section, bool even, uint32_t resident,
+                         uint32_t most) {
     FixedLists s{tiles, heads, section, even ? 1u : 2u, 0, 0};
     const uint32_t units = s.units(), lists = resident > (units * uint64_t(s.members) + most - 1) / most
                                                   ? resident

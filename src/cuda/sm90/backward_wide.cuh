@@ -1,8 +1,8 @@
 // What a warpgroup of the backward computes of a wide tile: half of the columns of dK and dV of 64 keys, in registers.
 //
-// Each warpgroup works out S and dP of half of a step's queries, transposed (keys x queries), and leaves P and dS in shared
-// memory for both. dS is there twice: as dK = dS^T Q wants it, and as dQ = dS K does. A part of dQ that has no room in
-// shared memory waits in registers for the next step's products, under which it leaves.
+// Each warpgroup works out S and dP of half of a step's queries, transposed (keys x queries), and leaves P and dS in
+// shared memory for both. dS is there twice: as dK = dS^T Q wants it, and as dQ = dS K does. A part of dQ that has no
+// room in shared memory waits in registers for the next step's products, under which it leaves.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -42,6 +42,9 @@ __device__ __forceinline__ void compute_wide(const Problem& p, const BackwardTen
   using ptx::Major;
   constexpr int kRounds = kTile.dq_rounds, kRoundCols = Shared::kRoundCols, kRound8 = kRoundCols / 8;
   static_assert(kKeys == 64 && kQueries == 64 && kRounds <= 2);
+  // The general body sends both rounds at once: kept for later, ptxas makes it wait for products that it need not
+  // (C7517).
+  constexpr bool kLate = kRounds == 2 && kPlain;
 
   const uint32_t thread_ = threadIdx.x % 128, thread = thread_, lane = thread % 32, shared = shared_;
   Ring<1> k_ring{shared + Shared::kKRing}, dq_ring{shared + Shared::kDqRing + group * Ring<1>::kBytes};
@@ -147,7 +150,7 @@ __device__ __forceinline__ void compute_wide(const Problem& p, const BackwardTen
                                                           k > 0);
       }
       ptx::wgmma_commit_group();
-      if constexpr (kRounds == 2) {
+      if constexpr (kLate) {
         if (is_late) send_dq(late, late_row);
       }
       ptx::wgmma_wait_group<1>();
@@ -240,13 +243,14 @@ __device__ __forceinline__ void compute_wide(const Problem& p, const BackwardTen
       send_dq(reinterpret_cast<const float (&)[kRound8][4]>(dq), i0);
       ptx::wgmma_wait_group<0>();
       ptx::pin(dk);
-      if constexpr (kRounds == 2) {
+      if constexpr (kLate) {
         is_late = true, late_row = i0;
 #pragma unroll
         for (int x = 0; x < kRound8 * 4; x++) late[x / 4][x % 4] = dq[kRound8 + x / 4][x % 4];
       }
       one_a_warp([&] { q_ring.release(); });
       q_ring.next();
+      if constexpr (kRounds == 2 && !kLate) send_dq(reinterpret_cast<const float (&)[kRound8][4]>(dq[kRound8]), i0);
     };
 
     // A tile with dead queries is done as a masked one, which clears them.
@@ -266,7 +270,7 @@ __device__ __forceinline__ void compute_wide(const Problem& p, const BackwardTen
       }
 #pragma unroll 1
       for (; m < tiles.end; m++) step.template operator()<true>(n, m);
-      if constexpr (kRounds == 2) {
+      if constexpr (kLate) {
         send_dq(late, late_row);
         is_late = false;
 #pragma unroll

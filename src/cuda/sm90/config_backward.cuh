@@ -1,9 +1,9 @@
 // Tile sizes of the sm_90 backward: data, and what follows from it.
 //
-// What bounds the tiles: dK and dV of a block live in the registers of its two computing warpgroups, 232 a thread, and S,
-// dP and dQ need some too. A narrow tile gives each warpgroup 64 keys, whole rows of dK and dV; of more than 128 columns
-// that is too much, and a wide tile gives each half of the columns of the same 64 keys. Shared memory holds K, V, two
-// buffers of Q, dS on its way to dQ, and dQ in float32 on its way out.
+// What bounds the tiles: dK and dV of a block live in the registers of its two computing warpgroups, 232 a thread, and
+// S, dP and dQ need some too. A narrow tile gives each warpgroup 64 keys, whole rows of dK and dV; of more than 128
+// columns that is too much, and a wide tile gives each half of the columns of the same 64 keys. Shared memory holds K,
+// V, two buffers of Q, dS on its way to dQ, and dQ in float32 on its way out.
 #pragma once
 #include <cstdint>
 
@@ -60,8 +60,7 @@ struct BackwardConfig<192> {
 };
 template <>
 struct BackwardConfig<256> {
-  static constexpr BackwardTile kTile{
-      .head_dim = 256, .queries = 64, .wide = true, .dout_buffers = 1, .dq_rounds = 2};
+  static constexpr BackwardTile kTile{.head_dim = 256, .queries = 64, .wide = true, .dout_buffers = 1, .dq_rounds = 2};
 };
 
 }  // namespace jax_flash2::cuda::sm90

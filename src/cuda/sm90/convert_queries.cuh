@@ -1,5 +1,5 @@
-// What the backward does after its main kernel: dq_acc, in the order of tile/row_blocks.cuh, becomes dq. Bound by memory,
-// so everything moves in 16-byte pieces. Knows no tile of queries.
+// What the backward does after its main kernel: dq_acc, in the order of tile/row_blocks.cuh, becomes dq. Bound by
+// memory, so everything moves in 16-byte pieces. Knows no tile of queries.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -13,8 +13,8 @@ namespace jax_flash2::cuda::sm90 {
 
 inline constexpr int kConvertThreads = 256;
 
-// A thread has 8 columns of two rows that are 8 apart: 64 bytes of whole blocks. Threads are numbered through the rows of
-// a block of 8, then its columns, then the blocks of a head.
+// A thread has 8 columns of two rows that are 8 apart: 64 bytes of whole blocks. Threads are numbered through the rows
+// of a block of 8, then its columns, then the blocks of a head.
 template <class Element>
 __global__ void __launch_bounds__(kConvertThreads)
     convert_queries_kernel(const __grid_constant__ Problem p, int blocks_per_head) {
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kConvertThreads)
   }
 }
 
-// Each query row's share of d loss / d scale, sum_d q * dq_acc, by one warp. Reads dq_acc once more, which only calls with
-// a traced scale pay for.
+// Each query row's share of d loss / d scale, sum_d q * dq_acc, by one warp. Reads dq_acc once more, which only calls
+// with a traced scale pay for.
 template <class Element>
 __global__ void __launch_bounds__(kConvertThreads) scale_gradient_kernel(const __grid_constant__ Problem p) {
   const int64_t row = (int64_t(blockIdx.x) * kConvertThreads + threadIdx.x) / 32;
