@@ -132,3 +132,29 @@ def test_deterministic_gradients_agree_bit_for_bit(dtype, sizes, keywords):
         return jax.vjp(lambda *xs: attention(*xs, deterministic=True, **keywords), q, k, v)[1](dout)
 
     assert differences(jax.jit(call), input_sets(*sizes, dtype), 200) == 0
+
+
+@pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"local_window_size": (150, 40)}], ids=str)
+@pytest.mark.parametrize("heads, dim", [((40, 40), 64), ((40, 8), 96), ((24, 24), 128), ((24, 6), 256)], ids=str)
+def test_more_tiles_than_multiprocessors(heads, dim, keywords):
+    """Blocks then take several tiles each, from a queue where tiles differ."""
+    shapes = [(4, 700, heads[0], dim), (4, 700, heads[1], dim), (4, 700, heads[1], dim)]
+    q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+    if keywords:
+        keywords = {"causal_alignment": "top_left", **keywords}
+    lengths = {"query_seq_lengths": jnp.array([700, 0, 333, 690]), "key_value_seq_lengths": jnp.array([650, 700, 1, 0])}
+
+    @jax.jit
+    def both(q, k, v):
+        results, wide = [], [x.astype(jnp.float32) for x in (q, k, v)]
+        for extra in ({}, lengths):
+            results += attention(q, k, v, return_residual=True, **keywords, **extra)
+            with jax.default_matmul_precision("highest"):
+                results += attention(*wide, return_residual=True, implementation="reference", **keywords, **extra)
+        return results
+
+    out, lse, out_true, lse_true, cut, cut_lse, cut_true, cut_lse_true = both(q, k, v)
+    for got, want in ((out, out_true), (cut, cut_true)):
+        assert jnp.linalg.norm(got.astype(jnp.float32) - want) <= 4e-3 * jnp.linalg.norm(want)
+    for got, want in ((lse, lse_true), (cut_lse, cut_lse_true)):
+        assert bool(jnp.all((got == want) | (jnp.abs(got - want) < 1e-3)))  # == : -inf where nothing is seen
