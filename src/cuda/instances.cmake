@@ -3,7 +3,7 @@
 set(JAX_FLASH2_KERNELS "sm80;sm90" CACHE STRING
     "Kernels to compile: sm80 for every device from 8.0 up, sm90 for what Hopper does better")
 set(JAX_FLASH2_PASSES_sm80 forward backward)
-set(JAX_FLASH2_PASSES_sm90 forward)
+set(JAX_FLASH2_PASSES_sm90 forward backward)
 
 set(JAX_FLASH2_CUDA_INSTANCES "")
 foreach(head_dim IN LISTS JAX_FLASH2_HEAD_DIMS)
