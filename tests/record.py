@@ -2,7 +2,8 @@
 
     python tests/record.py      says which sources the last recorded run tested; exit status 1 if not these
 
-gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself.
+gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. One that was cut short
+is no proof: it is written down by hand, with the reason under "unfinished".
 """
 
 import datetime
@@ -47,15 +48,23 @@ def append(path: pathlib.Path, counts: Mapping[str, int]) -> None:
 def main(path: pathlib.Path = RUNS) -> int:
     runs, digest = json.loads(path.read_text()), tree_digest()
     tested = [run for run in runs if run["source_digest"] == digest]
-    if tested:
-        run = tested[-1]
+    whole = [run for run in tested if "unfinished" not in run]
+    if whole:
+        run = whole[-1]
         print(f"These native sources passed {run['passed']} tests on {run['device']} ({run['date']}).")
         return 0
     last = "no run is recorded"
     if runs:
         last = f"the last recorded run ({runs[-1]['date']}, {runs[-1]['device']}) tested others"
+    what = f"STALE: these native sources were never tested on a GPU: {last}."
+    if tested:
+        run = tested[-1]
+        what = (
+            f"UNFINISHED: these native sources passed {run['passed']} tests on {run['device']} ({run['date']}) and failed "
+            f"{run['failed']}, but {run['unfinished']}."
+        )
     rule = "*" * 100
-    print(f"{rule}\nSTALE: these native sources were never tested on a GPU: {last}.\nOn a machine with one, run")
+    print(f"{rule}\n{what}\nOn a machine with a GPU, run")
     print(f"    pytest --record-gpu-run={path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n{rule}")
     return 1
 

@@ -15,17 +15,20 @@ def test_fresh_and_stale(tmp_path, capsys):
     path = tmp_path / "runs.json"
     run = {"date": "2026-01-01", "device": "a GPU", "passed": 3}
     fresh, other = (run | {"source_digest": digest} for digest in (record.tree_digest(), "other"))
+    cut = fresh | {"failed": 0, "unfinished": "the power went"}
     for runs, status, said in (
         ([], 1, "no run is recorded"),
         ([other], 1, "STALE"),
         ([fresh, other], 0, "passed 3 tests on a GPU"),
+        ([other, cut], 1, "UNFINISHED"),
+        ([fresh, cut], 0, "passed 3 tests on a GPU"),
     ):
         path.write_text(json.dumps(runs))
         assert record.main(path) == status
         assert said in capsys.readouterr().out
 
 
-def test_the_committed_record_is_a_list_of_whole_runs():
+def test_the_committed_record_is_a_list_of_runs_without_failures():
     for run in json.loads(record.RUNS.read_text()):
         assert run["failed"] == 0
         assert run["passed"] > 0
