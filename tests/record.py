@@ -2,8 +2,8 @@
 
     python tests/record.py      says which sources the last recorded run tested; exit status 1 if not these
 
-gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. One that was cut short
-is no proof: it is written down by hand, with the reason under "unfinished".
+gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. One that was cut
+short is no proof: it is written down by hand, with the reason under "unfinished".
 """
 
 import datetime
@@ -60,8 +60,8 @@ def main(path: pathlib.Path = RUNS) -> int:
     if tested:
         run = tested[-1]
         what = (
-            f"UNFINISHED: these native sources passed {run['passed']} tests on {run['device']} ({run['date']}) and failed "
-            f"{run['failed']}, but {run['unfinished']}."
+            f"UNFINISHED: these native sources passed {run['passed']} tests on {run['device']} ({run['date']}) and "
+            f"failed {run['failed']}, but {run['unfinished']}."
         )
     rule = "*" * 100
     print(f"{rule}\n{what}\nOn a machine with a GPU, run")

@@ -135,7 +135,7 @@ def test_deterministic_gradients_agree_bit_for_bit(dtype, sizes, keywords):
 
 
 @pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"local_window_size": (150, 40)}], ids=str)
-@pytest.mark.parametrize("heads, dim", [((40, 40), 64), ((40, 8), 96), ((24, 24), 128), ((24, 6), 256)], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [((40, 40), 64), ((40, 8), 96), ((24, 24), 128), ((24, 6), 256)], ids=str)
 def test_more_tiles_than_multiprocessors(heads, dim, keywords):
     """Blocks then take several tiles each, from a queue where tiles differ."""
     shapes = [(4, 700, heads[0], dim), (4, 700, heads[1], dim), (4, 700, heads[1], dim)]
