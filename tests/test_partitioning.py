@@ -115,15 +115,17 @@ def test_no_collective_and_no_copy(spec, heads, kind):
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_no_collective_inside_a_partially_manual_shard_map(kind):
-    """Batch by shard_map, heads by XLA."""
+    """Batch by shard_map, heads by XLA; no gather but JAX's own around any such shard_map (0.10 has some)."""
     args = _arguments(1)
-    function = jax.shard_map(_gradients, in_specs=(BATCH,) * 5, out_specs=(BATCH,) * 5, axis_names={"data"})
-    if kind is AUTO:
-        function = jax.shard_map(
-            _gradients, mesh=_mesh(), in_specs=(BATCH,) * 5, out_specs=(BATCH,) * 5, axis_names={"data"}
-        )
-    text, got = _compile(function, args, [BOTH] * 5, _mesh(kind))
-    assert _count(text, *COLLECTIVES) == {}
+    mesh = {"mesh": _mesh()} if kind is AUTO else {}
+
+    def compiled(function):
+        split = jax.shard_map(function, **mesh, in_specs=(BATCH,) * 5, out_specs=(BATCH,) * 5, axis_names={"data"})
+        return _compile(split, args, [BOTH] * 5, _mesh(kind))
+
+    text, got = compiled(_gradients)
+    around, _ = compiled(lambda *xs: tuple(jnp.cumsum(x, 1) for x in xs))
+    assert _count(text, *COLLECTIVES) == _count(around, *COLLECTIVES)
     forward, _ = _kernels(text)
     assert forward == [_f32(2, T, 2, D), _f32(2, S, 2, D), _f32(2, S, 2, DV)]
     _near(got, jax.jit(_gradients)(*args))
