@@ -7,7 +7,6 @@ gradients in one program. What fails is listed and costs nothing but its own row
 """
 
 import functools
-import json
 import pathlib
 import sys
 import time
@@ -22,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from absl import app, flags  # noqa: E402
 
-from bench import check  # noqa: E402
+from bench import check, results_file  # noqa: E402
 from bench.cases import Case  # noqa: E402
 from bench.device import describe  # noqa: E402
 from bench.rivals import Implementation, Inputs, JaxImplementation, find, first_line, make_inputs  # noqa: E402
@@ -116,9 +115,7 @@ def main(argv: Sequence[str]) -> int:
                     else:
                         rows.append({"impl": name, **case.row(), **found})
                 if value.json:
-                    path = pathlib.Path(value.json)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps({"meta": meta | {"left_out": left_out}, "rows": rows}, indent=1))
+                    results_file.write(pathlib.Path(value.json), meta | {"left_out": left_out}, rows)
     print(table(rows, value.against))
     for x in left_out:
         print(f"left out {x['impl']} {x.get('case', '')}: {x['reason']}")

@@ -10,6 +10,16 @@ from typing import Any
 REPEATS = 2  # an implementation that ended the process this often in a pass is not tried in it again
 
 
+def write(path: pathlib.Path, meta: dict[str, Any], rows: list[dict]) -> None:
+    """{"meta", "rows"}, a row a line, and never half a file."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    text = f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
 class ResultsFile:
     """{"meta", "rows"} on disk. In meta, `trying` is what the process is at, `fatal` what ended one (supervise.py)."""
 
@@ -46,9 +56,4 @@ class ResultsFile:
         if self._path is None:
             return
         state = {"left_out": self.left_out, "done": self.done, "fatal": self.fatal, "trying": self._trying}
-        rows = ",\n".join(json.dumps(row) for row in self.rows)
-        text = f'{{"meta": {json.dumps(meta | state, indent=1)},\n"rows": [\n{rows}\n]}}\n'
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_name(self._path.name + ".new")
-        new.write_text(text)
-        os.replace(new, self._path)  # never half a file
+        write(self._path, meta | state, self.rows)

@@ -10,7 +10,6 @@ take turns, in random order, a round of steps each; a step's time is the median 
 
 import dataclasses
 import importlib.util
-import json
 import pathlib
 import random
 import sys
@@ -25,6 +24,7 @@ paths.settle()
 import jax  # noqa: E402
 from absl import app, flags  # noqa: E402
 
+from bench import results_file  # noqa: E402
 from bench.device import describe  # noqa: E402
 from bench.rivals import first_line  # noqa: E402
 from bench.timing import Figure  # noqa: E402
@@ -122,9 +122,7 @@ def main(argv: Sequence[str]) -> int:
             print(line(row, cell[0]), flush=True)
         rows += cell
         if value.json:
-            path = pathlib.Path(value.json)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"meta": meta | {"left_out": left_out}, "rows": rows}, indent=1) + "\n")
+            results_file.write(pathlib.Path(value.json), meta | {"left_out": left_out}, rows)
     for x in left_out:
         print(f"left out {x['attention']} at T {x['sequence']}: {x['reason']}")
     print(f"took     {time.perf_counter() - start:.0f} s")

@@ -10,6 +10,8 @@ import pathlib
 import subprocess
 import sys
 
+from bench import results_file
+
 CHILD = "JAX_FLASH2_BENCH_CHILD"
 RESTARTS = 8
 
@@ -35,7 +37,7 @@ def _blame(path: pathlib.Path) -> dict | None:
     if culprit is not None:
         results["meta"]["fatal"].append(culprit)
         results["meta"]["trying"] = None
-        path.write_text(json.dumps(results))
+        results_file.write(path, results["meta"], results["rows"])
     return culprit
 
 
