@@ -3,7 +3,6 @@
 Must not know how a call is lowered (that is _vjp and _ffi) nor what is wrong input (that is _checks).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,13 +125,13 @@ def attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
     )
-    return attend(flash_attention, call, deterministic, return_residual, implementation)
+    return attend(call, deterministic, return_residual, implementation)
 
 
 def attend(
-    kernels: Callable[..., Any], call: _checks.Call, deterministic: bool, return_residual: bool, implementation: Any
+    call: _checks.Call, deterministic: bool, return_residual: bool, implementation: Any, *, forward_mode: bool = False
 ) -> Any:
-    """A checked call on `kernels`: flash_attention, or what differs from it in its derivatives alone."""
+    """A checked call, on the kernels or the reference. forward_mode: see flash_attention."""
     _options.check_implementation(implementation)
     deterministic = _options.flag("deterministic", deterministic)
     return_residual = _options.flag("return_residual", return_residual)
@@ -142,7 +141,7 @@ def attend(
         out, lse = reference.attend(call)  # without a query or a key there is nothing to launch
         return (out, lse) if return_residual else out
 
-    result = kernels(
+    result = flash_attention(
         call.query,
         call.key,
         call.value,
@@ -150,6 +149,7 @@ def attend(
         _spec(call, deterministic),
         return_residual=return_residual,
         implementation=implementation,
+        forward_mode=forward_mode,
     )
     if not return_residual:
         return result

@@ -10,7 +10,6 @@ from jax import numpy as jnp
 
 from jax_flash2 import _checks
 from jax_flash2._api import attend, attention
-from jax_flash2._vjp import forward_differentiable
 
 _NAMES = ("query", "key", "value", "scale")
 
@@ -50,9 +49,8 @@ def attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **keywords: A
     options = {name: given.pop(name) for name in ("deterministic", "return_residual", "implementation")}
 
     def call(*xs: Any) -> Any:
-        return attend(
-            forward_differentiable, _checks.check(**given | dict(zip(names, xs, strict=True))), *options.values()
-        )
+        moved = _checks.check(**given | dict(zip(names, xs, strict=True)))
+        return attend(moved, **options, forward_mode=True)
 
     result, tangent = jax.jvp(call, primals, tangents)
     return result, tangent

@@ -26,35 +26,21 @@ def flash_attention(
     *,
     return_residual: bool,
     implementation: str | None,
+    forward_mode: bool = False,
 ) -> Any:
     """out [*B, T, N, Dv], or (out, lse [*B, N, T]). Differentiable in query, key, value and extras.scale, through both.
 
     Shapes: query [*B, T, N, D], key [*B, S, K, D], value [*B, S, K, Dv], extras as their class says. Any batch axis may
-    be 1 and is then shared. One dtype.
+    be 1 and is then shared. One dtype. forward_mode: for jax.jvp, which a rule for reverse mode forbids; it then has no
+    reverse mode on kernels.
     """
+    arrays, tree = jax.tree.flatten((query, key, value, extras))
     # Outside the rule, where JAX sees the casts and gives the gradient of what the shards share its sum.
-    return _attention(spec, return_residual, implementation, *_match_varying(query, key, value, extras))
-
-
-def forward_differentiable(
-    query: Any,
-    key: Any,
-    value: Any,
-    extras: Extras,
-    spec: AttentionSpec,
-    *,
-    return_residual: bool,
-    implementation: str | None,
-) -> Any:
-    """flash_attention but for its derivatives: it has forward mode, and no reverse mode on kernels."""
-    q, k, v, extras = _match_varying(query, key, value, extras)
+    q, k, v, extras = jax.tree.unflatten(tree, _compat.match_varying(arrays))
+    if not forward_mode:
+        return _attention(spec, return_residual, implementation, q, k, v, extras)
     out, lse = _ffi.forward(q, k, v, extras, spec, implementation)
     return (out, lse) if return_residual else out
-
-
-def _match_varying(query: Any, key: Any, value: Any, extras: Extras) -> Any:
-    arrays, tree = jax.tree.flatten((query, key, value, extras))
-    return jax.tree.unflatten(tree, _compat.match_varying(arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
