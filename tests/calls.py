@@ -42,6 +42,11 @@ def random(seed: int, name: str, shape: tuple[int, ...], dtype: Any = DTYPE) -> 
     return jnp.asarray(rng.standard_normal(shape), real if name == "dlse" else dtype)
 
 
+def inputs(*shape: int) -> jax.Array:
+    """What a layer is given in a test, float32: the same for the same shape."""
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
 def arguments(seed: int, *names: str, dtype: Any = DTYPE) -> list[jax.Array]:
     return [random(seed, name, SHAPES[name], dtype) for name in names or NAMES]
 

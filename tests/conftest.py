@@ -49,6 +49,13 @@ def device(backend: str) -> jax.Device:
 
 
 @pytest.fixture
+def on_cpu():
+    """What a test does not place itself is on the CPU, where there is a GPU too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that depend on the test's name only."""
     return np.random.default_rng(list(request.node.nodeid.encode()))

@@ -10,7 +10,6 @@ import calls
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jax_flash2.equinox import MultiheadAttention, from_equinox
@@ -18,14 +17,7 @@ from jax_flash2.equinox import MultiheadAttention, from_equinox
 WIDTH, HEADS, LENGTH, BATCH = 24, 4, 11, 3
 
 
-@pytest.fixture(autouse=True)
-def _on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def _inputs(*shape):
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 class Block(eqx.Module):
@@ -77,7 +69,7 @@ ALL = {"use_query_bias": True, "use_key_bias": True, "use_value_bias": True, "us
 @pytest.mark.parametrize("keywords", [{}, ALL | {"qk_size": 5, "vo_size": 9}], ids=["usual", "biases, other sizes"])
 def test_model(keywords):
     ours, theirs = Model(MultiheadAttention, **keywords), Model(eqx.nn.MultiheadAttention, **keywords)
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     calls.assert_close(_leaves(ours), _leaves(theirs), jnp.float32)
     calls.assert_close(_leaves(_results(ours, x)), _leaves(_results(theirs, x)), jnp.float32)
 
@@ -85,14 +77,14 @@ def test_model(keywords):
 def test_causal_model():
     """Causality by mask there, by keyword here."""
     ours, theirs = Model(MultiheadAttention), Model(eqx.nn.MultiheadAttention)
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     want = _results(theirs, x, mask=jnp.tri(LENGTH, dtype=bool))
     calls.assert_close(_leaves(_results(ours, x, is_causal=True)), _leaves(want), jnp.float32)
 
 
 def test_cross_attention_to_a_padded_context():
     ours, theirs = Model(MultiheadAttention), Model(eqx.nn.MultiheadAttention)
-    x, context = _inputs(BATCH, LENGTH, WIDTH), _inputs(BATCH, 7, WIDTH) + 1
+    x, context = calls.inputs(BATCH, LENGTH, WIDTH), calls.inputs(BATCH, 7, WIDTH) + 1
     want = _results(theirs, x, context, mask=jnp.broadcast_to(jnp.arange(7) < 5, (LENGTH, 7)))
     got = _results(ours, x, context, key_value_seq_length=5)
     calls.assert_close(_leaves(got), _leaves(want), jnp.float32)
@@ -107,13 +99,13 @@ def test_replacing_it_in_a_model():
         assert a is b
     made = Model(MultiheadAttention, **ALL)
     assert jax.tree.structure(eqx.filter(ours, eqx.is_array)) == jax.tree.structure(eqx.filter(made, eqx.is_array))
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     calls.assert_close(_leaves(_results(ours, x)), _leaves(_results(theirs, x)), jnp.float32)
     assert type(from_equinox(ours).blocks[0].attend) is MultiheadAttention
 
 
 def test_one_kernel_call_for_the_batch():
-    model, x = Model(MultiheadAttention), _inputs(BATCH, LENGTH, WIDTH)
+    model, x = Model(MultiheadAttention), calls.inputs(BATCH, LENGTH, WIDTH)
     found = [e for e in calls.equations(jax.make_jaxpr(jax.vmap(model))(x)) if str(e.primitive) == "flash_forward"]
     assert [e.invars[0].aval.shape for e in found] == [(BATCH, LENGTH, HEADS, WIDTH // HEADS)] * 2
 
@@ -124,7 +116,7 @@ def test_rotary_embeddings():
     def process(q, k, v):
         return *(jax.vmap(rotary, in_axes=1, out_axes=1)(x) for x in (q, k)), v
 
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     ours, theirs = Model(MultiheadAttention), Model(eqx.nn.MultiheadAttention)
     got, want = (_results(model, x, process_heads=process) for model in (ours, theirs))
     calls.assert_close(_leaves(got), _leaves(want), jnp.float32)
@@ -135,8 +127,8 @@ def test_rotary_embeddings():
 @pytest.mark.parametrize("heads", [(), (HEADS,)], ids=["for all heads", "by head"])
 def test_a_mask_is_refused_and_served_by_the_reference(heads):
     ours, theirs = (Model(layer) for layer in (MultiheadAttention, eqx.nn.MultiheadAttention))
-    x = _inputs(LENGTH, WIDTH)
-    mask = (_inputs(*heads, LENGTH, LENGTH) > 0).at[..., 0].set(True)
+    x = calls.inputs(LENGTH, WIDTH)
+    mask = (calls.inputs(*heads, LENGTH, LENGTH) > 0).at[..., 0].set(True)
     with pytest.raises(NotImplementedError, match=r"mask.*implementation=\"reference\""):
         ours(x, mask=mask)
     calls.assert_close(ours(x, mask=mask, implementation="reference"), theirs(x, mask=mask), jnp.float32)
@@ -144,7 +136,7 @@ def test_a_mask_is_refused_and_served_by_the_reference(heads):
 
 def test_dropout():
     model = MultiheadAttention(HEADS, WIDTH, dropout_p=0.5, key=jax.random.key(0))
-    x = _inputs(LENGTH, WIDTH)
+    x = calls.inputs(LENGTH, WIDTH)
     want = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=jax.random.key(0))(x, x, x)
     calls.assert_close(model(x, x, x, inference=True), want, jnp.float32)
     calls.assert_close(eqx.nn.inference_mode(model)(x, x, x), want, jnp.float32)
@@ -158,7 +150,7 @@ def test_dropout():
 
 def test_lengths_of_key_and_value():
     model = MultiheadAttention(HEADS, WIDTH, key=jax.random.key(0))
-    x = _inputs(LENGTH, WIDTH)
+    x = calls.inputs(LENGTH, WIDTH)
     with pytest.raises(ValueError, match=r"key_ has shape \(11, 24\) and value \(10, 24\)"):
         model(x, x, x[1:])
 

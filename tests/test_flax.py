@@ -9,7 +9,6 @@ import inspect
 import calls
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -20,14 +19,7 @@ WIDTH, HEADS, LENGTH, BATCH = 24, 4, 11, 3
 causal_fn = functools.partial(attention_fn, is_causal=True)
 
 
-@pytest.fixture(autouse=True)
-def _on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def _inputs(*shape):
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 class Decoder(nn.Module):
@@ -49,7 +41,7 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("batch", [(BATCH,), (2, BATCH)], ids=["one batch axis", "two"])
 def test_linen_model(batch):
-    x, context = _inputs(*batch, LENGTH, WIDTH), _inputs(*batch, 7, WIDTH) + 1
+    x, context = calls.inputs(*batch, LENGTH, WIDTH), calls.inputs(*batch, 7, WIDTH) + 1
     theirs, ours = Decoder(nn.dot_product_attention, True), Decoder(causal_fn, False)
     params = theirs.init(jax.random.key(0), x, context)
 
@@ -88,7 +80,7 @@ def _nnx_results(model, x, **keywords):
 
 def test_nnx_model():
     """Causality by mask there, bound here: what every version of nnx understands."""
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     mask = nnx.make_causal_mask(x[..., 0])
     want = _nnx_results(Block(nnx.dot_product_attention), x, mask=mask)
     function = functools.partial(_ignoring_is_causal, causal_fn)
@@ -105,7 +97,7 @@ def _ignoring_is_causal(function, *args, is_causal=None, **keywords):
 )
 def test_nnx_grouped_heads_and_is_causal():
     ours, theirs = (Block(function, num_kv_heads=2) for function in (attention_fn, nnx.dot_product_attention))
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     got, want = (_nnx_results(model, x, is_causal=True) for model in (ours, theirs))
     calls.assert_close(got, want, jnp.float32)
 
@@ -114,7 +106,7 @@ def test_nnx_grouped_heads_and_is_causal():
 
 
 def test_linen_decode():
-    x = _inputs(BATCH, 5, WIDTH)
+    x = calls.inputs(BATCH, 5, WIDTH)
     outs = []
     for function in (nn.dot_product_attention, attention_fn):
         layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=function, decode=True)
@@ -132,7 +124,7 @@ def test_linen_decode():
 
 
 def test_nnx_decode():
-    x = _inputs(BATCH, 5, WIDTH)
+    x = calls.inputs(BATCH, 5, WIDTH)
     outs = []
     for function in (nnx.dot_product_attention, attention_fn):
         layer = nnx.MultiHeadAttention(
@@ -147,7 +139,7 @@ def test_nnx_decode():
 
 
 def test_dtype_is_what_the_layer_says():
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     layers = [
         nn.MultiHeadDotProductAttention(HEADS, dtype=jnp.bfloat16, attention_fn=f)
         for f in (nn.dot_product_attention, attention_fn)
@@ -162,7 +154,7 @@ def test_dtype_is_what_the_layer_says():
 
 
 def test_a_mask_is_refused_and_served_by_the_reference():
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     mask = nn.make_causal_mask(x[..., 0])
     with pytest.raises(NotImplementedError, match=r"mask.*implementation=\"reference\""):
         nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn).init(jax.random.key(0), x, mask=mask)
@@ -174,7 +166,7 @@ def test_a_mask_is_refused_and_served_by_the_reference():
 
 
 def test_dropout():
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     layer = nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.5, attention_fn=attention_fn)
     params = layer.init(jax.random.key(0), x, deterministic=True)
     plain = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
@@ -188,7 +180,7 @@ def test_dropout():
 
 
 def test_weights_cannot_be_sown():
-    x = _inputs(BATCH, LENGTH, WIDTH)
+    x = calls.inputs(BATCH, LENGTH, WIDTH)
     layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
     with pytest.raises(NotImplementedError, match=r"module is MultiHeadDotProductAttention.*sow_weights"):
         layer.init(jax.random.key(0), x, sow_weights=True)

@@ -21,10 +21,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 BATCH, HEADS, BOTH = P("data"), P(None, None, "model"), P("data", None, "model")
 
 
-@pytest.fixture(autouse=True)
-def _on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 def _mesh(kind=AUTO):

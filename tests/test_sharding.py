@@ -31,10 +31,7 @@ SHARED_KEYS = BATCH | {"key": P(), "value": P()}
 SPLITS = {"batch": BATCH, "heads": HEADS, "batch and heads": BOTH}
 
 
-@pytest.fixture(autouse=True)
-def _on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 def _mesh(kind=AxisType.Auto):
