@@ -164,9 +164,10 @@ __global__ void exact_forward(const Call<E> c, bool backward) {
   }
 }
 
-// A pair's probability, score gradient (before scale), and what the gradient may be off by: bounded, and by deviations.
+// A pair's probability, score gradient (before scale), what of delta's error reaches that gradient, and bounds of what else
+// may be wrong with both.
 struct Pair {
-  double p, ds, bounded, p_bounded;
+  double p, ds, of_delta, bounded, p_bounded;
 };
 
 template <class E>
@@ -178,7 +179,8 @@ __device__ Pair pair(const Call<E>& c, const Row& row, const E* q, const E* k, c
   const double relative = c.exact.lse_error[row_index] + 4e-6 + 1e-6 * magnitude;
   const double ds = p * inner * slope;
   // The slope's own error: 1 - t^2 from a float32 t.
-  return {p, ds, fabs(ds) * relative + p * slope * 2e-6 * products + p * fabs(inner) * 1e-5 * (row.softcap != 0),
+  return {p, ds, p * slope,
+          fabs(ds) * relative + p * slope * 2e-6 * products + p * fabs(inner) * 1e-5 * (row.softcap != 0),
           p * relative};
 }
 
@@ -190,7 +192,7 @@ __global__ void exact_dq(const Call<E> c) {
   const int i = at.position, h = at.head / (c.N / c.K);
   const E* const q = c.q + c.vq.at(at.b0, at.b1, i, at.head, 0);
   const E* const dout = c.dout + c.vdout.at(at.b0, at.b1, i, at.head, 0);
-  __shared__ double ds[kThreads], p[kThreads], bounded[kThreads];
+  __shared__ double ds[kThreads], of_delta[kThreads], bounded[kThreads];
   constexpr int kOwn = 256 / kThreads;
   double sum[kOwn] = {}, squares[kOwn] = {}, coherent[kOwn] = {}, absolute[kOwn] = {}, keys[kOwn] = {};
   for (int j0 = 0; j0 < c.S; j0 += kThreads) {
@@ -200,15 +202,15 @@ __global__ void exact_dq(const Call<E> c) {
     if (seen)
       x = pair(c, row, q, c.k + c.vk.at(at.b0, at.b1, j, h, 0), dout, c.v + c.vv.at(at.b0, at.b1, j, h, 0), blockIdx.x);
     __syncthreads();
-    ds[threadIdx.x] = x.ds, p[threadIdx.x] = seen ? x.p : -1, bounded[threadIdx.x] = x.bounded;
+    ds[threadIdx.x] = x.ds, of_delta[threadIdx.x] = seen ? x.of_delta : -1, bounded[threadIdx.x] = x.bounded;
     __syncthreads();
     for (int o = 0; o < kOwn; o++) {
       const int d = threadIdx.x + o * kThreads;
       for (int y = 0; y < kThreads && d < c.D; y++) {
-        if (p[y] < 0) continue;
+        if (of_delta[y] < 0) continue;
         const double k = double(float(c.k[c.vk.at(at.b0, at.b1, j0 + y, h, d)]));
         sum[o] += ds[y] * k, squares[o] += ds[y] * ds[y] * k * k, absolute[o] += bounded[y] * fabs(k);
-        coherent[o] += p[y] * k, keys[o] += k * k;
+        coherent[o] += of_delta[y] * k, keys[o] += k * k;
       }
     }
   }
@@ -256,7 +258,7 @@ __global__ void exact_dkv(const Call<E> c) {
       __syncthreads();
       ds[threadIdx.x] = x.ds, p[threadIdx.x] = seen ? x.p : -1;
       bounded[threadIdx.x] = x.bounded, p_bounded[threadIdx.x] = x.p_bounded;
-      delta[threadIdx.x] = seen ? c.exact.delta_error[index] : 0;
+      delta[threadIdx.x] = seen ? x.of_delta * c.exact.delta_error[index] : 0;
       __syncthreads();
       for (int y = 0; y < kThreads; y++) {
         if (p[y] < 0) continue;
@@ -264,7 +266,7 @@ __global__ void exact_dkv(const Call<E> c) {
         for (int o = 0; o < kOwn; o++) {
           const int d = threadIdx.x + o * kThreads;
           if (d < c.D) {
-            const double q = double(float(c.q[c.vq.at(at.b0, at.b1, i0 + y, n, d)])), off = p[y] * delta[y] * q;
+            const double q = double(float(c.q[c.vq.at(at.b0, at.b1, i0 + y, n, d)])), off = delta[y] * q;
             dk[o] += ds[y] * q, dk_absolute[o] += bounded[y] * fabs(q), queries[o] += q * q;
             dk_squares[o] += c.unit * c.unit * ds[y] * ds[y] * q * q + off * off;
           }
