@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cuda/delta.cuh"
+#include "cuda/launch_kernel.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/accumulator.cuh"
 
@@ -72,14 +72,14 @@ __global__ void __launch_bounds__(256)
 }
 
 // Each query row's share of d loss / d scale, sum_d q * dq_acc, by one warp. Reads dq_acc once more, which only calls with
-// a traced scale pay for.
-template <class Element>
+// a traced scale pay for. Shape: tile::Accumulator, or another that says where elements of dq_acc lie.
+template <class Element, class Shape>
 __global__ void __launch_bounds__(256) scale_gradient_kernel(const __grid_constant__ Problem p) {
   const int64_t row = (int64_t(blockIdx.x) * 256 + threadIdx.x) / 32;
   if (row >= int64_t(p.B) * p.N * p.T) return;
   const int t = row % p.T, n = row / p.T % p.N, lane = threadIdx.x % 32;
   const Batch b = p.batch(row / p.T / p.N);
-  const tile::Accumulator shape{p.T, p.D};
+  const Shape shape{p.T, p.D};
   float sum = 0;
   if (p.mask(b).live_queries().has(t)) {
     const Element* const q = p.q.at<const Element>(b, n) + t * p.q.row;
@@ -88,6 +88,14 @@ __global__ void __launch_bounds__(256) scale_gradient_kernel(const __grid_consta
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
   }
   if (lane == 0) p.grads.scale.at<float>(b, n)[t * p.grads.scale.row] = sum;
+}
+
+template <class Element, class Shape>
+Status scale_gradient(const Problem& p, cudaStream_t stream) {
+  if (!p.grads.scale.present()) return {};
+  const int64_t blocks = (int64_t(p.B) * p.N * p.T + 7) / 8;  // of 8 warps
+  if (blocks > INT32_MAX) return {"more query rows than one launch can take"};
+  return launch_kernel(scale_gradient_kernel<Element, Shape>, blocks, 256, 0, stream, p);
 }
 
 template <class Element, Gradient kOf>
@@ -102,14 +110,9 @@ Status convert(const Problem& p, cudaStream_t stream) {
   if (blocks > INT32_MAX) return {"more rows of a gradient than one launch can take"};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(int(blocks)), config.blockDim = threads, config.stream = stream;
-  bool ok = cudaLaunchKernelEx(&config, convert_kernel<Element, kOf>, p, c, per_head) == cudaSuccess;
-  if (kOf == Gradient::kQuery && p.grads.scale.present()) {
-    const int64_t warps = int64_t(p.B) * p.N * p.T;
-    if (warps / 8 >= INT32_MAX) return {"more query rows than one launch can take"};
-    config.gridDim = dim3(int((warps + 7) / 8)), config.blockDim = dim3(256);
-    ok = ok && cudaLaunchKernelEx(&config, scale_gradient_kernel<Element>, p) == cudaSuccess;
-  }
-  return {ok ? nullptr : "launching the convert kernel failed"};
+  const bool ok = cudaLaunchKernelEx(&config, convert_kernel<Element, kOf>, p, c, per_head) == cudaSuccess;
+  if (!ok) return {"launching the convert kernel failed"};
+  return kOf == Gradient::kQuery ? scale_gradient<Element, tile::Accumulator>(p, stream) : Status{};
 }
 
 }  // namespace jax_flash2::cuda

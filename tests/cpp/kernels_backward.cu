@@ -30,7 +30,7 @@ using namespace jax_flash2;
   } while (0)
 
 struct Case {
-  int B = 2, T = 65, S = 65, N = 2, K = 2, D = 64;
+  int B = 2, T = 65, S = 65, N = 2, K = 2, D = 64, Dv = 0;  // Dv 0: D
   bool bf16 = true, causal = false, bottom_right = false;
   int left = -1, right = -1;
   bool lengths = false;  // of queries and keys, 0 and too long ones among them
@@ -41,12 +41,15 @@ struct Case {
   bool poison = false;  // NaN wherever nothing may be read
   bool deterministic = false;
   bool far = false;     // scores below -100
+  bool bare = false;    // without the order workspace
   bool shared = false;  // K and V shared by all batch rows
   bool small = false;   // a case for compute-sanitizer
 
+  int value_dim() const { return Dv ? Dv : D; }
   std::string name() const {
     char s[200];
-    std::snprintf(s, sizeof s, "%s D%d B%d T%d S%d N%d K%d%s%s", bf16 ? "bf16" : "f16", D, B, T, S, N, K,
+    const std::string dims = Dv ? std::to_string(D) + "/" + std::to_string(Dv) : std::to_string(D);
+    std::snprintf(s, sizeof s, "%s D%s B%d T%d S%d N%d K%d%s%s", bf16 ? "bf16" : "f16", dims.c_str(), B, T, S, N, K,
                   causal ? " causal" : "", bottom_right ? " bottom_right" : "");
     std::string r = s;
     if (left >= 0 || right >= 0) r += " window" + std::to_string(left) + "," + std::to_string(right);
@@ -54,7 +57,7 @@ struct Case {
     if (softcap != 0) r += " softcap";
     const auto flag = [&](bool f, const char* what) { r += f ? std::string(" ") + what : ""; };
     flag(lengths, "lengths"), flag(traced, "traced"), flag(dlse, "dlse"), flag(poison, "poison");
-    flag(deterministic, "deterministic"), flag(far, "far"), flag(shared, "shared");
+    flag(deterministic, "deterministic"), flag(far, "far"), flag(bare, "bare"), flag(shared, "shared");
     return r;
   }
 };
@@ -76,21 +79,23 @@ struct Naive {
   const E *q, *k, *v, *dout;
   const float* dlse;
   const Row* rows;
-  int T, S, N, K, D;
+  int T, S, N, K, D, Dv;
   bool shared;
-  double *out, *lse, *delta;  // [B, T, N, D], [B, N, T]
+  double *out, *lse, *delta;  // [B, T, N, Dv], [B, N, T]
   double *dq, *dk, *dv, *dscale;
 
-  __device__ double at(const E* x, int b, int L, int H, int l, int h, int d) const {
-    return double(float(x[((int64_t(b) * L + l) * H + h) * D + d]));
+  // Element d of a row of `cols`.
+  static __device__ double at(const E* x, int cols, int b, int L, int H, int l, int h, int d) {
+    return double(float(x[((int64_t(b) * L + l) * H + h) * cols + d]));
   }
-  __device__ double dot(int b, int i, int n, int j, const E* x, const E* y) const {
+  __device__ double dot(int cols, int b, int i, int n, int j, const E* x, const E* y) const {
     double sum = 0;
-    for (int d = 0; d < D; d++) sum += at(x, b, T, N, i, n, d) * at(y, shared ? 0 : b, S, K, j, n / (N / K), d);
+    for (int d = 0; d < cols; d++)
+      sum += at(x, cols, b, T, N, i, n, d) * at(y, cols, shared ? 0 : b, S, K, j, n / (N / K), d);
     return sum;
   }
   __device__ double score(int b, int i, int n, int j) const {
-    const double s = rows[b].scale * dot(b, i, n, j, q, k);
+    const double s = rows[b].scale * dot(D, b, i, n, j, q, k);
     return rows[b].softcap != 0 ? rows[b].softcap * tanh(s / rows[b].softcap) : s;
   }
   // P and d loss / d (scale * q.k).
@@ -98,7 +103,7 @@ struct Naive {
     const int64_t row = (int64_t(b) * N + n) * T + i;
     const double s = score(b, i, n, j), t = rows[b].softcap != 0 ? s / rows[b].softcap : 0;
     *p = exp(s - lse[row]);
-    *ds = *p * (dot(b, i, n, j, dout, v) - delta[row]) * (1 - t * t);
+    *ds = *p * (dot(Dv, b, i, n, j, dout, v) - delta[row]) * (1 - t * t);
   }
 };
 
@@ -108,8 +113,8 @@ __global__ void naive_forward(const Naive<E> m, int64_t rows) {
   const int64_t row = int64_t(blockIdx.x) * 128 + threadIdx.x;
   if (row >= rows) return;
   const int i = row % m.T, n = row / m.T % m.N, b = row / m.T / m.N, h = n / (m.N / m.K), kv = m.shared ? 0 : b;
-  double* const out = m.out + ((int64_t(b) * m.T + i) * m.N + n) * m.D;
-  for (int d = 0; d < m.D; d++) out[d] = 0;
+  double* const out = m.out + ((int64_t(b) * m.T + i) * m.N + n) * m.Dv;
+  for (int d = 0; d < m.Dv; d++) out[d] = 0;
   double top = -INFINITY, sum = 0, delta = 0;
   for (int j = 0; j < m.S; j++) {
     if (m.rows[b].visible(i, j)) top = fmax(top, m.score(b, i, n, j));
@@ -118,12 +123,12 @@ __global__ void naive_forward(const Naive<E> m, int64_t rows) {
     if (!m.rows[b].visible(i, j)) continue;
     const double e = exp(m.score(b, i, n, j) - top);
     sum += e;
-    for (int d = 0; d < m.D; d++) out[d] += e * m.at(m.v, kv, m.S, m.K, j, h, d);
+    for (int d = 0; d < m.Dv; d++) out[d] += e * m.at(m.v, m.Dv, kv, m.S, m.K, j, h, d);
   }
   m.lse[row] = sum > 0 ? top + log(sum) : -INFINITY;
-  for (int d = 0; d < m.D && sum > 0; d++) {
+  for (int d = 0; d < m.Dv && sum > 0; d++) {
     out[d] /= sum;
-    delta += out[d] * m.at(m.dout, b, m.T, m.N, i, n, d);
+    delta += out[d] * m.at(m.dout, m.Dv, b, m.T, m.N, i, n, d);
   }
   m.delta[row] = sum > 0 ? delta - (m.dlse ? m.dlse[row] : 0) : 0;
 }
@@ -139,11 +144,11 @@ __global__ void naive_dq(const Naive<E> m, int64_t rows) {
     if (!m.rows[b].visible(i, j)) continue;
     double p, ds;
     m.pair(b, i, n, j, &p, &ds);
-    for (int d = 0; d < m.D; d++) dq[d] += ds * m.at(m.k, kv, m.S, m.K, j, h, d);
+    for (int d = 0; d < m.D; d++) dq[d] += ds * m.at(m.k, m.D, kv, m.S, m.K, j, h, d);
   }
   double share = 0;
   for (int d = 0; d < m.D; d++) {
-    if (dq[d] != 0) share += dq[d] * m.at(m.q, b, m.T, m.N, i, n, d);
+    if (dq[d] != 0) share += dq[d] * m.at(m.q, m.D, b, m.T, m.N, i, n, d);
     dq[d] *= m.rows[b].scale;
   }
   m.dscale[row] = share;
@@ -155,17 +160,16 @@ __global__ void naive_dkv(const Naive<E> m, int64_t rows) {
   if (row >= rows) return;
   const int j = row % m.S, h = row / m.S % m.K, b = row / m.S / m.K, group = m.N / m.K;
   double* const dk = m.dk + ((int64_t(b) * m.S + j) * m.K + h) * m.D;
-  double* const dv = m.dv + ((int64_t(b) * m.S + j) * m.K + h) * m.D;
-  for (int d = 0; d < m.D; d++) dk[d] = dv[d] = 0;
+  double* const dv = m.dv + ((int64_t(b) * m.S + j) * m.K + h) * m.Dv;
+  for (int d = 0; d < m.D; d++) dk[d] = 0;
+  for (int d = 0; d < m.Dv; d++) dv[d] = 0;
   for (int n = h * group; n < (h + 1) * group; n++) {
     for (int i = 0; i < m.T; i++) {
       if (!m.rows[b].visible(i, j)) continue;
       double p, ds;
       m.pair(b, i, n, j, &p, &ds);
-      for (int d = 0; d < m.D; d++) {
-        dk[d] += ds * m.at(m.q, b, m.T, m.N, i, n, d) * m.rows[b].scale;
-        dv[d] += p * m.at(m.dout, b, m.T, m.N, i, n, d);
-      }
+      for (int d = 0; d < m.D; d++) dk[d] += ds * m.at(m.q, m.D, b, m.T, m.N, i, n, d) * m.rows[b].scale;
+      for (int d = 0; d < m.Dv; d++) dv[d] += p * m.at(m.dout, m.Dv, b, m.T, m.N, i, n, d);
     }
   }
 }
@@ -239,9 +243,9 @@ double error(const std::vector<T>& x, const std::vector<double>& ref, double flo
 
 template <class E>
 bool run(const Case& c) {
-  const int64_t B = c.B, T = c.T, S = c.S, N = c.N, K = c.K, D = c.D, nq = B * T * N * D, nk = B * S * K * D,
-                rows_q = B * N * T;
-  const int64_t nk_in = c.shared ? nk / B : nk;
+  const int64_t B = c.B, T = c.T, S = c.S, N = c.N, K = c.K, D = c.D, Dv = c.value_dim();
+  const int64_t rows_q = B * N * T, nq = rows_q * D, no = rows_q * Dv, nk = B * S * K * D, nv = B * S * K * Dv;
+  const int64_t nk_in = c.shared ? nk / B : nk, nv_in = c.shared ? nv / B : nv;
   g_state = 1;
   for (char x : c.name()) g_state = g_state * 31 + x;
 
@@ -275,7 +279,7 @@ bool run(const Case& c) {
   }
 
   // Inputs. `far`: the first column alone takes every score to about -200.
-  std::vector<E> q(nq), k(nk_in), v(nk_in), dout(nq), out(nq);
+  std::vector<E> q(nq), k(nk_in), v(nv_in), dout(no), out(no);
   std::vector<float> dlse(rows_q), lse(rows_q);
   for (E& x : q) x = E(float(normal()));
   for (E& x : k) x = E(float(normal()));
@@ -287,23 +291,29 @@ bool run(const Case& c) {
   const float nan = NAN;
   if (c.poison) {
     for (int64_t a = 0; a < nq; a++) {
-      if (!live_q[a / (N * D)]) q[a] = dout[a] = E(nan);
+      if (!live_q[a / (N * D)]) q[a] = E(nan);
+    }
+    for (int64_t a = 0; a < no; a++) {
+      if (!live_q[a / (N * Dv)]) dout[a] = E(nan);
     }
     for (int64_t a = 0; a < nk && !c.shared; a++) {
-      if (!live_k[a / (K * D)]) k[a] = v[a] = E(nan);
+      if (!live_k[a / (K * D)]) k[a] = E(nan);
+    }
+    for (int64_t a = 0; a < nv && !c.shared; a++) {
+      if (!live_k[a / (K * Dv)]) v[a] = E(nan);
     }
     for (int64_t a = 0; a < rows_q; a++) {
       if (!live_q[a / T / N * T + a % T]) dlse[a] = nan;
     }
   }
 
-  Array q_d(nq * 2), k_d(nk_in * 2), v_d(nk_in * 2), dout_d(nq * 2), out_d(nq * 2), lse_d(rows_q * 4),
+  Array q_d(nq * 2), k_d(nk_in * 2), v_d(nv_in * 2), dout_d(no * 2), out_d(no * 2), lse_d(rows_q * 4),
       dlse_d(rows_q * 4);
   Array rows_d(B * sizeof(Row)), scales_d(B * 4), q_lens_d(B * 4), k_lens_d(B * 4);
   q_d.set(q), k_d.set(k), v_d.set(v), dout_d.set(dout), dlse_d.set(dlse), rows_d.set(rows), scales_d.set(scales);
   q_lens_d.set(q_lens), k_lens_d.set(k_lens);
 
-  Array ref_out(nq * 8), ref_lse(rows_q * 8), ref_delta(rows_q * 8), ref_dq(nq * 8), ref_dk(nk * 8), ref_dv(nk * 8),
+  Array ref_out(no * 8), ref_lse(rows_q * 8), ref_delta(rows_q * 8), ref_dq(nq * 8), ref_dk(nk * 8), ref_dv(nv * 8),
       ref_ds(rows_q * 8);
   Naive<E> m{q_d.get<E>(),
              k_d.get<E>(),
@@ -316,6 +326,7 @@ bool run(const Case& c) {
              c.N,
              c.K,
              c.D,
+             c.value_dim(),
              c.shared,
              ref_out.get<double>(),
              ref_lse.get<double>(),
@@ -334,12 +345,12 @@ bool run(const Case& c) {
   launch(naive_dkv<E>, B * K * S);
   CHECK(cudaDeviceSynchronize());
   const auto exact_out = ref_out.host<double>(), exact_lse = ref_lse.host<double>();
-  for (int64_t a = 0; a < nq; a++) out[a] = E(c.poison && !live_q[a / (N * D)] ? nan : float(exact_out[a]));
+  for (int64_t a = 0; a < no; a++) out[a] = E(c.poison && !live_q[a / (N * Dv)] ? nan : float(exact_out[a]));
   for (int64_t a = 0; a < rows_q; a++) lse[a] = float(exact_lse[a]);
   out_d.set(out), lse_d.set(lse);
 
-  Array dq_d(nq * 2), dk_d(nk * 2), dv_d(nk * 2), delta_d(rows_q * 4), dq_acc_d(nq * 4), dk_acc_d(nk * 4),
-      dv_acc_d(nk * 4);
+  Array dq_d(nq * 2), dk_d(nk * 2), dv_d(nv * 2), delta_d(rows_q * 4), dq_acc_d(nq * 4), dk_acc_d(nk * 4),
+      dv_acc_d(nv * 4);
   const int64_t turns = (T + 31) / 32 + 1;
   Array order_d(B * N * turns * 4), dscale_d(rows_q * 4);
   Array* const written[] = {&dq_d, &dk_d, &dv_d, &delta_d, &dq_acc_d, &dk_acc_d, &dv_acc_d, &order_d, &dscale_d};
@@ -348,20 +359,21 @@ bool run(const Case& c) {
   p.dtype = c.bf16 ? DType::kBF16 : DType::kF16;
   for (int& x : p.batch_sizes) x = 1;
   p.batch_sizes[kMaxBatchAxes - 1] = c.B;
-  p.B = c.B, p.T = c.T, p.S = c.S, p.N = c.N, p.K = c.K, p.D = p.Dv = c.D;
+  p.B = c.B, p.T = c.T, p.S = c.S, p.N = c.N, p.K = c.K, p.D = c.D, p.Dv = c.value_dim();
   p.spec.scale = rows[0].scale, p.spec.softcap = c.softcap, p.spec.bottom_right = c.bottom_right;
   p.spec.window_left = c.left, p.spec.window_right = c.causal ? 0 : c.right, p.spec.deterministic = c.deterministic;
-  const auto q_like = [&](const Array& x) { return tensor(x, T * N * D, N * D, D); };
-  const auto k_like = [&](const Array& x) { return tensor(x, S * K * D, K * D, D); };
+  const auto q_like = [&](const Array& x, int64_t cols) { return tensor(x, T * N * cols, N * cols, cols); };
+  const auto k_like = [&](const Array& x, int64_t cols) { return tensor(x, S * K * cols, K * cols, cols); };
   const auto lse_like = [&](const Array& x) { return tensor(x, N * T, 1, T); };
-  p.q = q_like(q_d), p.k = k_like(k_d), p.v = k_like(v_d), p.out = q_like(out_d), p.dout = q_like(dout_d);
+  p.q = q_like(q_d, D), p.k = k_like(k_d, D), p.v = k_like(v_d, Dv);
+  p.out = q_like(out_d, Dv), p.dout = q_like(dout_d, Dv);
   if (c.shared) p.k.batch[kMaxBatchAxes - 1] = p.v.batch[kMaxBatchAxes - 1] = 0;
   p.lse = lse_like(lse_d), p.delta = lse_like(delta_d);
   if (c.dlse) p.dlse = lse_like(dlse_d);
-  p.dq = q_like(dq_d), p.dk = k_like(dk_d), p.dv = k_like(dv_d);
+  p.dq = q_like(dq_d, D), p.dk = k_like(dk_d, D), p.dv = k_like(dv_d, Dv);
   p.dq_acc = tensor(dq_acc_d, N * T * D, D, T * D);
-  if (N != K) p.dk_acc = tensor(dk_acc_d, K * S * D, D, S * D), p.dv_acc = tensor(dv_acc_d, K * S * D, D, S * D);
-  if (c.deterministic) p.order = tensor(order_d, N * turns, 0, turns);
+  if (N != K) p.dk_acc = tensor(dk_acc_d, K * S * D, D, S * D), p.dv_acc = tensor(dv_acc_d, K * S * Dv, Dv, S * Dv);
+  if (!c.bare) p.order = tensor(order_d, N * turns, 0, turns);
   if (c.traced) p.extras.scale = tensor(scales_d, 1, 0, 0), p.grads.scale = lse_like(dscale_d);
   if (c.lengths) p.extras.query_lens = tensor(q_lens_d, 1, 0, 0), p.extras.key_lens = tensor(k_lens_d, 1, 0, 0);
 
@@ -378,14 +390,15 @@ bool run(const Case& c) {
     const auto a = dq_d.host<E>(), b = dk_d.host<E>(), d = dv_d.host<E>();
     if (repeat > 0)
       same &= !memcmp(a.data(), dq.data(), nq * 2) && !memcmp(b.data(), dk.data(), nk * 2) &&
-              !memcmp(d.data(), dv.data(), nk * 2);
+              !memcmp(d.data(), dv.data(), nv * 2);
     dq = a, dk = b, dv = d;
     for (Array* x : written) guarded &= x->guarded();
   }
 
   bool zeros = true;  // exactly, wherever nothing is read
   for (int64_t a = 0; a < nq; a++) zeros &= live_q[a / (N * D)] || float(dq[a]) == 0;
-  for (int64_t a = 0; a < nk; a++) zeros &= live_k[a / (K * D)] || (float(dk[a]) == 0 && float(dv[a]) == 0);
+  for (int64_t a = 0; a < nk; a++) zeros &= live_k[a / (K * D)] || float(dk[a]) == 0;
+  for (int64_t a = 0; a < nv; a++) zeros &= live_k[a / (K * Dv)] || float(dv[a]) == 0;
   const double magnitude = std::fabs(rows[0].scale);
   const double e_q = error(dq, ref_dq.host<double>(), 0.05 * magnitude),
                e_k = error(dk, ref_dk.host<double>(), 0.05 * magnitude);
@@ -552,6 +565,40 @@ std::vector<Case> cases() {
                  .poison = true,
                  .deterministic = true});
     r.push_back({.B = 4, .T = 100, .S = 150, .D = D, .shared = true});
+    r.push_back({.B = 2, .T = 200, .S = 300, .D = D, .causal = true, .bare = true});
+  }
+  // Values of fewer columns than keys: their own instance, and tiles that are partly empty.
+  for (const auto& d : {std::pair{192, 128}, {64, 40}, {128, 96}, {256, 136}, {192, 120}, {168, 8}}) {
+    const int D = d.first, Dv = d.second;
+    r.push_back({.T = 65, .S = 63, .D = D, .Dv = Dv, .causal = true, .dlse = true, .poison = true, .small = true});
+    r.push_back({.B = 1, .T = 300, .S = 200, .N = 3, .K = 3, .D = D, .Dv = Dv, .bf16 = false});
+    r.push_back({.B = 2, .T = 1, .S = 129, .N = 4, .K = 2, .D = D, .Dv = Dv});
+    r.push_back({.T = 200, .S = 333, .D = D, .Dv = Dv, .bf16 = false, .left = 100, .right = 30, .poison = true});
+    r.push_back({.T = 333, .S = 200, .D = D, .Dv = Dv, .bottom_right = true, .left = 17, .right = 0, .poison = true});
+    r.push_back({.B = 6,
+                 .T = 100,
+                 .S = 150,
+                 .N = 6,
+                 .K = 2,
+                 .D = D,
+                 .Dv = Dv,
+                 .causal = true,
+                 .lengths = true,
+                 .dlse = true,
+                 .poison = true});
+    r.push_back({.B = 1,
+                 .T = 129,
+                 .S = 257,
+                 .N = 8,
+                 .K = 1,
+                 .D = D,
+                 .Dv = Dv,
+                 .causal = true,
+                 .bottom_right = true,
+                 .poison = true});
+    r.push_back({.T = 130, .S = 200, .D = D, .Dv = Dv, .causal = true, .softcap = 1.5, .traced = true, .poison = true});
+    r.push_back({.B = 2, .T = 200, .S = 300, .N = 6, .K = 2, .D = D, .Dv = Dv, .causal = true, .deterministic = true});
+    r.push_back({.B = 2, .T = 70, .S = 90, .D = D, .Dv = Dv, .shared = true});
   }
   r.push_back({.B = 1, .T = 4096, .S = 4096, .N = 2, .K = 2, .D = 128, .causal = true, .deterministic = true});
   r.push_back({.B = 1, .T = 4096, .S = 4096, .N = 2, .K = 1, .D = 64});

@@ -75,6 +75,12 @@ __device__ __forceinline__ float2 ld_shared_v2_f32(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ float4 ld_shared_v4_f32(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+  return x;
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));

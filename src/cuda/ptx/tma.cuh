@@ -44,6 +44,14 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(const CUtensorMap*
                : "memory");
 }
 
+// Starts the copy of `bytes` contiguous bytes to `shared`; the phase of `barrier` counts them. Both addresses and `bytes`
+// are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Starts adding `bytes` bytes of floats from `shared` to global memory, as part of this thread's open group. Both
 // addresses and `bytes` are multiples of 16.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk

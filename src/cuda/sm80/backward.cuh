@@ -148,10 +148,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     constexpr int kChunks = Config::kTile.head_dim / 8;
     for (int x = threadIdx.x; x < Config::kTile.keys * kChunks; x += Config::kTile.threads()) {
       const int j = j0 + x / kChunks, column = x % kChunks * 8;
-      if (j < p.S && column < p.D) {
-        *reinterpret_cast<uint4*>(dk_g + j * p.dk.row + column) = uint4{};
-        *reinterpret_cast<uint4*>(dv_g + j * p.dv.row + column) = uint4{};
-      }
+      if (j < p.S && column < p.D) *reinterpret_cast<uint4*>(dk_g + j * p.dk.row + column) = uint4{};
+      if (j < p.S && column < p.Dv) *reinterpret_cast<uint4*>(dv_g + j * p.dv.row + column) = uint4{};
     }
     return;
   }
@@ -191,12 +189,12 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
   __syncthreads();  // the bases are there
 
-  const CopyQ copy_q(p.D);
+  const CopyQ copy_q(p.D), copy_dout(p.Dv);
   const auto load = [&](QueryStep at, uint32_t stage) {
     const auto* const q_g = reinterpret_cast<const Element*>(base(kQ)) + at.n * p.q.head;
     const auto* const dout_g = reinterpret_cast<const Element*>(base(kDoutBase)) + at.n * p.dout.head;
     copy_q.load(q_s + stage, q_g, p.q.row, at.tile * Config::kTile.queries, live_q);
-    copy_q.load(q_s + stage + kDout, dout_g, p.dout.row, at.tile * Config::kTile.queries, live_q);
+    copy_dout.load(q_s + stage + kDout, dout_g, p.dout.row, at.tile * Config::kTile.queries, live_q);
     ptx::cp_async_commit_group();
   };
   // The first threads bring lse, the next ones delta, and turn them into what a step wants only when it is over: it need
@@ -405,9 +403,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     parity ^= 1;
   };
 
-  const CopyK copy_k(p.D);
+  const CopyK copy_k(p.D), copy_v(p.Dv);
   copy_k.load(k_s, p.k.at<const Element>(b, k_head), p.k.row, j0, live_k);
-  copy_k.load(v_s, p.v.at<const Element>(b, k_head), p.v.row, j0, live_k);
+  copy_v.load(v_s, p.v.at<const Element>(b, k_head), p.v.row, j0, live_k);
   QueryStep at{n_begin, tiles.begin};
   load(at, 0);
   publish_statistic(read_statistic(at));
@@ -432,7 +430,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   if (order.parts > 1) {
     const int row0 = j0 + warp_k * Config::kTile.warp_keys();
     tile::add_fragments<false, kAcross>(dk, p.dk_acc.at<float>(b, k_head), {p.S, p.D}, row0, across);
-    tile::add_fragments<false, kAcross>(dv, p.dv_acc.at<float>(b, k_head), {p.S, p.D}, row0, across);
+    tile::add_fragments<false, kAcross>(dv, p.dv_acc.at<float>(b, k_head), {p.S, p.Dv}, row0, across);
     return;
   }
   // Out through the tiles of K and V, for 16-byte stores of whole lines.
@@ -455,7 +453,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
   __syncthreads();  // rows are stored by other warps than wrote them
   copy_k.store(dk_g, p.dk.row, j0, p.S, k_s);
-  copy_k.store(dv_g, p.dv.row, j0, p.S, v_s);
+  copy_v.store(dv_g, p.dv.row, j0, p.S, v_s);
 }
 
 // What a launch needs to know of the device.
@@ -543,8 +541,10 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
                    : backward_with<Config, Element, false>(p, device, stream);
 }
 
-template <class Element, int kHeadDim>
+// The entry point that generated units instantiate: heads of up to kHeadDim columns, of V alike.
+template <class Element, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const Problem& p, cudaStream_t stream) {
+  static_assert(kValueDim == kHeadDim);
   if (p.B == 0 || p.N == 0) return {};
   Device device;
   if (const Status s = Device::current(&device); !s.ok()) return s;

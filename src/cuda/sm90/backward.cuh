@@ -1,16 +1,19 @@
 // The backward pass on wgmma and TMA (compute capability 9.0), FlashAttention-3's way: a block owns a tile of keys of
 // one head and walks the query tiles that its mask leaves. Of its warps four feed (sm90/backward_feed.cuh), and two
-// warpgroups compute (sm90/backward_narrow.cuh, backward_wide.cuh). Asks Mask, Score, Keep and DScore, and never knows
+// warpgroups compute (sm90/backward_consumer.cuh). Asks Mask, Score, Keep and DScore, and never knows
 // which feature it serves.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/problem.h"
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/sm90/backward_chores.cuh"
+#include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/backward_feed.cuh"
 #include "cuda/sm90/backward_narrow.cuh"
 #include "cuda/sm90/backward_plan.cuh"
@@ -35,36 +38,31 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
       ptx::mbarrier_init(shared + Shared::kQRing + s * 16, 2);
       ptx::mbarrier_init(shared + Shared::kQRing + s * 16 + 8, kWarps);
     }
-    for (int g = 0; g < kTile.kConsumers; g++) {
-      ptx::mbarrier_init(shared + Shared::kDqRing + g * Ring<1>::kBytes, 4);
-      ptx::mbarrier_init(shared + Shared::kDqRing + g * Ring<1>::kBytes + 8, 1);
-    }
+    ptx::mbarrier_init(shared + Shared::kDqRing, kWarps);
+    ptx::mbarrier_init(shared + Shared::kDqRing + 8, 1);
+    Ring<1>{shared + Shared::kChoreRing}.init(1);
+    Ring<Shared::kPlans>{shared + Shared::kPlanRing}.init(Plans<Config>::kReaders);
     ptx::fence_mbarrier_init();
-    if (schedule.ordered) {
-      int* const tickets = p.order.at<int>(p.batch(0)) + (p.T + 31) / 32;
-      ptx::st_shared_b32(shared + Shared::kTicket, atomicAdd(tickets, 1));
-    }
   }
-  __syncthreads();  // barriers are there, and the ticket
-  const uint32_t block = schedule.ordered ? ptx::ld_shared_b32(shared + Shared::kTicket) : blockIdx.x;
+  __syncthreads();  // barriers are there
 
   const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<kTile.producer_registers()>();
     if (warp == 0) {
-      if (ptx::elect_sync()) feed_tiles<Config>(p, tensors, schedule, block, shared);
+      if (ptx::elect_sync()) feed_tiles<Config>(p, tensors, schedule, shared);
     } else if (warp == 1) {
-      feed_statistics<Config>(p, schedule, block, shared);
-    } else {
-      if (ptx::elect_sync()) drain_queries<Config>(p, schedule, block, shared, warp - 2);
+      feed_statistics<Config>(p, schedule, shared);
+    } else if (warp == 2) {
+      drain_queries<Config>(p, schedule, shared);
+    } else if constexpr (Shared::kHasChores) {
+      if (schedule.chores) Chores<Config, Element>(p, tensors, schedule, shared).run();
     }
   } else {
     ptx::setmaxnreg_inc<kTile.consumer_registers()>();
-    if constexpr (kTile.wide) {
-      compute_wide<Config, Element, kPlain>(p, tensors, schedule, block, shared, warp / 4 - 1);
-    } else {
-      compute_narrow<Config, Element, kPlain>(p, tensors, schedule, block, shared, warp / 4 - 1);
-    }
+    using Kind = std::conditional_t<kTile.wide, WideTile<Config, Element, kPlain>, NarrowTile<Config, Element, kPlain>>;
+    Kind kind(p, tensors, schedule, shared, warp / 4 - 1);
+    compute<Config, Element, kPlain>(kind);
   }
 }
 
@@ -72,24 +70,36 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
 template <class Config, class Element, bool kPlain>
 Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaStream_t stream) {
   using Shared = BackwardShared<Config>;
-  using QTile = typename Shared::QTile;
-  using KTile = typename Shared::KTile;
   BackwardTensors tensors;
   const TensorMapEncoder encoder = find_tensor_map_encoder();
   const bool queries = p.T > 0;  // without queries Q and dO have no memory to point at, and nobody looks
-  const TensorMapShape q_shape{queries ? p.T : p.S, queries ? p.N : p.K, p.D, QTile::kPanelCols, QTile::kRows};
-  const TensorMapShape kv_shape{p.S, p.K, p.D, KTile::kPanelCols, KTile::kRows};
-  const TensorMapShape out_shape{p.S, p.K, p.D, KTile::kPanelCols, 64};
-  for (const Status status : {encode_tensor_map(encoder, p, queries ? p.q : p.k, q_shape, &tensors.q),
-                              encode_tensor_map(encoder, p, queries ? p.dout : p.k, q_shape, &tensors.dout),
-                              encode_tensor_map(encoder, p, p.k, kv_shape, &tensors.k),
-                              encode_tensor_map(encoder, p, p.v, kv_shape, &tensors.v),
-                              encode_tensor_map(encoder, p, p.dk, out_shape, &tensors.dk),
-                              encode_tensor_map(encoder, p, p.dv, out_shape, &tensors.dv)}) {
+  const auto of_queries = [&](int cols, int panel) {
+    return TensorMapShape{queries ? p.T : p.S, queries ? p.N : p.K, cols, panel, Config::kTile.queries};
+  };
+  const auto of_keys = [&](int cols, int panel, int rows) { return TensorMapShape{p.S, p.K, cols, panel, rows}; };
+  constexpr int kKeys = Config::kTile.keys(), kKeyPanel = Shared::kKeyPanel, kValuePanel = Shared::kValuePanel;
+  for (const Status status :
+       {encode_tensor_map(encoder, p, queries ? p.q : p.k, of_queries(p.D, kKeyPanel), &tensors.q),
+        encode_tensor_map(encoder, p, queries ? p.dout : p.v, of_queries(p.Dv, kValuePanel), &tensors.dout),
+        encode_tensor_map(encoder, p, queries ? p.out : p.v, of_queries(p.Dv, kValuePanel), &tensors.out),
+        encode_tensor_map(encoder, p, p.k, of_keys(p.D, kKeyPanel, kKeys), &tensors.k),
+        encode_tensor_map(encoder, p, p.v, of_keys(p.Dv, kValuePanel, kKeys), &tensors.v),
+        encode_tensor_map(encoder, p, p.dk, of_keys(p.D, kKeyPanel, 64), &tensors.dk),
+        encode_tensor_map(encoder, p, p.dv, of_keys(p.Dv, kValuePanel, 64), &tensors.dv)}) {
     if (!status.ok()) return status;
   }
-  return launch_kernel(backward_kernel<Config, Element, kPlain>, schedule.blocks(), Config::kTile.threads(),
-                       Shared::kBytes, stream, p, tensors, schedule);
+  const auto kernel = backward_kernel<Config, Element, kPlain>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute together{};  // blocks that wait for each other
+    together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(schedule.blocks())), config.blockDim = dim3(Config::kTile.threads());
+    config.dynamicSmemBytes = Shared::kBytes, config.stream = stream;
+    config.attrs = &together, config.numAttrs = schedule.chores ? 1 : 0;
+    error = cudaLaunchKernelEx(&config, kernel, p, tensors, schedule);
+  }
+  return {error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
 }
 
 template <class Config, class Element>
@@ -101,7 +111,12 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
     if (const Status s = backward_schedule<Config>(p, &schedule); !s.ok()) return s;
   }
   const bool split = schedule.parts > 1;
-  if (p.T > 0) {
+  if (schedule.chores) {
+    const size_t counters = size_t(p.B) * p.N * ((p.T + 31) / 32 + 1);
+    if (cudaMemsetAsync(p.order.data, 0, counters * sizeof(int), stream) != cudaSuccess) {
+      return {"clearing the counters of the backward failed"};
+    }
+  } else if (p.T > 0) {
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
   }
   if (p.S > 0) {
@@ -113,14 +128,15 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
     if (const Status s = convert<Element, Gradient::kKey>(p, stream); !s.ok()) return s;
     if (const Status s = convert<Element, Gradient::kValue>(p, stream); !s.ok()) return s;
   }
+  if (schedule.chores) return scale_gradient<Element, tile::RowBlocks>(p, stream);
   return p.T > 0 ? convert_queries<Element>(p, stream) : Status{};
 }
 
-// The entry point that generated units instantiate: heads of up to kHeadDim columns.
-template <class Element, int kHeadDim>
+// The entry point that generated units instantiate: heads of up to kHeadDim columns of Q and K, kValueDim of V.
+template <class Element, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const Problem& p, cudaStream_t stream) {
   if (p.B == 0 || p.N == 0) return {};
-  return backward_with<BackwardConfig<kHeadDim>, Element>(p, stream);
+  return backward_with<BackwardConfig<kHeadDim, kValueDim>, Element>(p, stream);
 }
 
 }  // namespace jax_flash2::cuda::sm90

@@ -5,6 +5,9 @@
 
 #include "core/problem.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config_backward.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -15,6 +18,7 @@ namespace jax_flash2::cuda::sm90 {
 
 struct BackwardTensors {
   MappedTensor q, k, v, dout, dk, dv;
+  MappedTensor out;  // for chores
 };
 
 // Shared memory by its offsets.
@@ -23,35 +27,46 @@ struct BackwardShared {
   static constexpr BackwardTile kTile = Config::kTile;
   static constexpr int kStages = BackwardTile::kStages, kDoutBuffers = kTile.dout_buffers;
   static constexpr int kDsBuffers = kTile.wide ? 1 : kStages, kPBuffers = kTile.wide ? 2 : 0;
-  using KTile = tile::SharedTile<kTile.keys(), kTile.head_dim, kTile.panel_cols()>;   // K; V alike
-  using QTile = tile::SharedTile<kTile.queries, kTile.head_dim, kTile.panel_cols()>;  // Q; dO alike
-  using DsTile = tile::SharedTile<kTile.queries, kTile.keys()>;                       // dS as dQ = dS K wants it
-  using PTile = tile::SharedTile<64, 64>;  // P as dV = P^T dO wants it; dS alike, of wide tiles
-  using OutTile = tile::SharedTile<64, kTile.cols(), kTile.panel_cols()>;  // a warpgroup's part of dK; dV alike
-  static constexpr int kRoundCols = kTile.dq_cols(0) / kTile.dq_rounds;    // of dQ
+  static constexpr int kKeyPanel = BackwardTile::panel_cols(kTile.key_cols());
+  static constexpr int kValuePanel = BackwardTile::panel_cols(kTile.value_cols());
+  using KTile = tile::SharedTile<kTile.keys(), kTile.head_dim, kKeyPanel>;
+  using VTile = tile::SharedTile<kTile.keys(), kTile.value_dim, kValuePanel>;
+  using QTile = tile::SharedTile<kTile.queries, kTile.head_dim, kKeyPanel>;
+  using DoutTile = tile::SharedTile<kTile.queries, kTile.value_dim, kValuePanel>;
+  using DsTile = tile::SharedTile<kTile.queries, kTile.keys()>;  // dS as dQ = dS K wants it
+  using PTile = tile::SharedTile<64, 64>;                        // P as dV = P^T dO wants it; dS alike, of wide tiles
+  using DkTile = tile::SharedTile<64, kTile.key_cols(), kKeyPanel>;  // a warpgroup's part
+  using DvTile = tile::SharedTile<64, kTile.value_cols(), kValuePanel>;
+  static constexpr int kRoundCols = kTile.dq_cols(0) / kTile.dq_rounds;  // of dQ
   static constexpr int kDqBytes = kTile.queries * kTile.head_dim * 4 / kTile.dq_rounds;
   static constexpr int kStatisticsBytes = 2 * kTile.queries * 4;  // of each query -lse in powers of two, and delta
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
-  static constexpr int kQ = kV + KTile::kBytes;
+  static constexpr int kQ = kV + VTile::kBytes;
   static constexpr int kDout = kQ + kStages * QTile::kBytes;
-  static constexpr int kDs = kDout + kDoutBuffers * QTile::kBytes;
+  static constexpr int kDs = kDout + kDoutBuffers * DoutTile::kBytes;
   static constexpr int kP = kDs + kDsBuffers * DsTile::kBytes;  // P, then dS as dK wants it
   static constexpr int kDq = kP + kPBuffers * PTile::kBytes;
   static constexpr int kStatistics = kDq + kDqBytes;
   static constexpr int kKRing = kStatistics + kStages * kStatisticsBytes;  // K and V together
   static constexpr int kQRing = kKRing + Ring<1>::kBytes;                  // Q and the statistics
   static constexpr int kDoutRing = kQRing + Ring<kStages>::kBytes;
-  static constexpr int kDqRing = kDoutRing + Ring<kDoutBuffers>::kBytes;  // one a warpgroup
-  static constexpr int kTicket = kDqRing + BackwardTile::kConsumers * Ring<1>::kBytes;
-  static constexpr int kBytes = kTicket + 16;
+  static constexpr int kDqRing = kDoutRing + Ring<kDoutBuffers>::kBytes;
+  static constexpr int kPlans = 2, kPlanBytes = 80;
+  static constexpr int kPlanRing = kDqRing + Ring<1>::kBytes;
+  static constexpr int kChoreRing = kPlanRing + Ring<kPlans>::kBytes;
+  static constexpr int kPlan = kChoreRing + Ring<1>::kBytes;
+  // A tile of out and one of dO, or one of dQ, where there is room for them.
+  static constexpr int kChores = (kPlan + kPlans * kPlanBytes + 1023) / 1024 * 1024;
+  static constexpr int kChoreBytes = std::max(2 * DoutTile::kBytes, kTile.queries* kTile.head_dim * 4);
+  static constexpr bool kHasChores = kChores + kChoreBytes <= kSharedBytes;
+  static constexpr int kBytes = kHasChores ? kChores + kChoreBytes : kPlan + kPlans * kPlanBytes;
   // dK and dV on their way out take the places of others.
   static constexpr int kDkOut = kTile.wide ? kK : kDq, kDvOut = kTile.wide ? kV : kDs;
   static_assert(kBytes <= kSharedBytes);
-  static_assert(BackwardTile::kConsumers * OutTile::kBytes <= (kTile.wide ? KTile::kBytes
-                                                               : kDsBuffers * DsTile::kBytes < kDqBytes
-                                                                   ? kDsBuffers * DsTile::kBytes
-                                                                   : kDqBytes));
+  static_assert(BackwardTile::kConsumers * DkTile::kBytes <= (kTile.wide ? KTile::kBytes : kDqBytes));
+  static_assert(BackwardTile::kConsumers * DvTile::kBytes <=
+                (kTile.wide ? VTile::kBytes : kDsBuffers * DsTile::kBytes));
 };
 
 // Which block does which key tiles of which heads, in which order. The query heads of a key head are one tile's, or are
@@ -59,48 +74,163 @@ struct BackwardShared {
 struct BackwardSchedule {
   FixedLists lists;  // of "heads", which are parts of key heads
   uint32_t parts;
-  bool first_long;  // the first key tiles meet the most queries, not the last ones
-  bool ordered;     // blocks add to dQ in turn: a tile a block, that with the lowest ticket first
-  bool descending;  // ... the last keys first
+  bool first_long;    // the first key tiles meet the most queries, not the last ones
+  uint32_t resident;  // blocks that the device runs at once
+  bool ordered;       // blocks draw tickets, and add to dQ in the tickets' order,
+  bool descending;    // the last keys first
+  bool chores;        // blocks do what else would be kernels before and after this one; all are resident
 
   struct Place {
     int tile, part, head;  // tile -1: nothing to do; head: key head and batch row together
+    bool ends_unit;        // the last tile of a list's unit
   };
-  JAX_FLASH2_HD int64_t blocks() const { return ordered ? int64_t(lists.tiles) * lists.heads : lists.blocks(); }
-  JAX_FLASH2_HD int steps(uint32_t block) const { return ordered ? 1 : lists.steps(block); }
-  JAX_FLASH2_HD Place place(uint32_t block, uint32_t step) const {
+  JAX_FLASH2_HD uint32_t tickets() const { return lists.tiles * lists.heads; }
+  JAX_FLASH2_HD int64_t blocks() const {
+    return !ordered ? lists.blocks() : tickets() < resident ? tickets() : resident;
+  }
+  // Whether there is a step of a block's list, or, in order, a ticket; and where.
+  JAX_FLASH2_HD bool has(uint32_t unit, int step) const {
+    return ordered ? unit < tickets() : step < lists.steps(unit);
+  }
+  JAX_FLASH2_HD Place place(uint32_t unit, int step) const {
     if (ordered) {
-      const uint32_t tile = block % lists.tiles;
-      return {int(descending ? lists.tiles - 1 - tile : tile), 0, int(block / lists.tiles)};
+      const uint32_t tile = unit % lists.tiles;
+      return {int(descending ? lists.tiles - 1 - tile : tile), 0, int(unit / lists.tiles), true};
     }
-    const FixedLists::Place at = lists.place(block, step);
-    if (at.tile < 0) return {-1, 0, 0};
-    return {first_long ? int(lists.tiles) - 1 - at.tile : at.tile, int(at.head % parts), int(at.head / parts)};
+    const FixedLists::Place at = lists.place(unit, step);
+    if (at.tile < 0) return {-1, 0, 0, false};
+    return {first_long ? int(lists.tiles) - 1 - at.tile : at.tile, int(at.head % parts), int(at.head / parts),
+            at.ends_unit};
   }
 };
 
-// A step of a block's list: a tile of keys, and the query heads and tiles that it meets.
+// A tile of keys, and the query heads and tiles that it meets.
 struct KeyTile {
-  int tile, k_head, n_begin, n_end;
+  int tile, batch_row, k_head, n_begin, n_end;
   Batch b;
   Mask mask;
   Tiles tiles;
+  int ends_unit;
 
-  // False: nothing to do, for anybody.
   template <int kKeys, int kQueries>
-  __device__ __forceinline__ bool find(const Problem& p, const BackwardSchedule& schedule, uint32_t block, int step) {
-    const BackwardSchedule::Place place = schedule.place(block, step);
-    if (place.tile < 0) return false;
-    tile = place.tile, k_head = place.head % p.K;
+  __device__ __forceinline__ void find(const Problem& p, const BackwardSchedule& schedule,
+                                       const BackwardSchedule::Place& place) {
+    ends_unit = place.ends_unit, tile = place.tile, k_head = place.head % p.K, batch_row = place.head / p.K;
     const int heads_of_part = (p.group() + int(schedule.parts) - 1) / int(schedule.parts);
     n_begin = k_head * p.group() + place.part * heads_of_part;
     n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
-    b = p.batch(place.head / p.K);
+    b = p.batch(batch_row);
     mask = p.mask(b);
     tiles = mask.query_tiles(tile * kKeys, tile * kKeys + kKeys, kQueries);
-    return true;
+    // A tile with dead queries is done as a masked one, which clears them.
+    const Range live = mask.live_queries();
+    tiles.full_begin = clamp_((live.begin + kQueries - 1) / kQueries, tiles.full_begin, tiles.full_end);
+    if (live.end != p.T) tiles.full_end = clamp_(live.end / kQueries, tiles.full_begin, tiles.full_end);
   }
 };
+
+// How far the blocks are with a key head's chores. The two counters are the first ones of its first query head's in
+// p.order.
+struct HeadCounters {
+  int* prepared;
+
+  __device__ __forceinline__ HeadCounters(const Problem& p, int batch_row, int k_head)
+      : prepared(static_cast<int*>(p.order.data) +
+                 (int64_t(batch_row) * p.N + k_head * p.group()) * ((p.T + 31) / 32 + 1)) {}
+
+  // By whole warps: what was written for the head before can be read, and added to.
+  __device__ __forceinline__ void wait_prepared(int shares) const { wait(prepared, shares); }
+  __device__ __forceinline__ void wait_added(int shares) const { wait(prepared + 1, shares); }
+  __device__ __forceinline__ void tell_prepared() const {
+    ptx::fence_proxy_async_global();
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) atomicAdd(prepared, 1);
+  }
+  // By the thread that has waited for its additions.
+  __device__ __forceinline__ void tell_added() const {
+    ptx::fence_proxy_async_global();
+    __threadfence();
+    atomicAdd(prepared + 1, 1);
+  }
+
+ private:
+  static __device__ __forceinline__ void wait(const int* counter, int count) {
+    while (*reinterpret_cast<const volatile int*>(counter) < count) __nanosleep(20);
+    __threadfence();
+    ptx::fence_proxy_async_global();
+  }
+};
+
+// A block's key tiles, one after another. The one thread that loads finds each, and publishes it for the other warps.
+template <class Config>
+struct Plans {
+  using Shared = BackwardShared<Config>;
+  static constexpr int kReaders = 2 + BackwardTile::kConsumers * 4;  // warps
+
+  uint32_t shared;
+  Ring<Shared::kPlans> ring;
+
+  __device__ __forceinline__ explicit Plans(uint32_t shared) : shared(shared), ring{shared + Shared::kPlanRing} {}
+
+  __device__ __forceinline__ void publish(const KeyTile& at) {
+    ring.wait_empty();
+    const uint32_t to = slot();
+    const auto put = [&](int x, int a, int b, int c, int d) {
+      ptx::st_shared_v4(to + x * 16, {uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d)});
+    };
+    put(0, at.tile, at.mask.q_len, at.mask.k_len, at.mask.left);
+    put(1, at.mask.right, at.mask.off, at.batch_row, at.k_head);
+    put(2, at.tiles.begin, at.tiles.full_begin, at.tiles.full_end, at.tiles.end);
+    put(3, at.n_begin, at.n_end, at.b.at[0], at.b.at[1]);
+    put(4, at.b.at[2], at.b.at[3], at.ends_unit, 0);
+    ptx::mbarrier_arrive(ring.full());
+    ring.next();
+  }
+  // By whole warps, like what follows. False: there is none left.
+  __device__ __forceinline__ bool next() const {
+    ring.wait_full();
+    return int(ptx::ld_shared_b32(slot())) >= 0;
+  }
+  __device__ __forceinline__ KeyTile current() const {
+    const uint4 a = get(0), c = get(1), d = get(3), e = get(4);
+    return {int(a.x),
+            int(c.z),
+            int(c.w),
+            int(d.x),
+            int(d.y),
+            {{int(d.z), int(d.w), int(e.x), int(e.y)}},
+            {int(a.y), int(a.z), int(a.w), int(c.x), int(c.y)},
+            tiles(),
+            int(e.z)};
+  }
+  // Its mask and tile alone.
+  __device__ __forceinline__ KeyTile masked() const {
+    KeyTile at{};
+    const uint4 a = get(0);
+    at.tile = int(a.x);
+    at.mask = {int(a.y), int(a.z), int(a.w), int(ptx::ld_shared_b32(slot() + 16)),
+               int(ptx::ld_shared_b32(slot() + 20))};
+    return at;
+  }
+  __device__ __forceinline__ Tiles tiles() const {
+    const uint4 x = get(2);
+    return {int(x.x), int(x.y), int(x.z), int(x.w)};
+  }
+  __device__ __forceinline__ int n_end() const { return int(ptx::ld_shared_b32(slot() + 3 * 16 + 4)); }
+  __device__ __forceinline__ void done() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ring.release();
+    ring.next();
+  }
+
+ private:
+  static_assert(kMaxBatchAxes == 4);
+  __device__ __forceinline__ uint4 get(int x) const { return ptx::ld_shared_v4(slot() + x * 16); }
+  __device__ __forceinline__ uint32_t slot() const { return shared + Shared::kPlan + ring.stage * Shared::kPlanBytes; }
+};
+
+inline constexpr int kMostKeysForChores = 4096;
 
 // The work of a call on the current device.
 template <class Config>
@@ -114,7 +244,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
     const int64_t heads_of_part = (p.group() + parts - 1) / parts;
     parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
   }
-  if ((tiles + 1) * heads * parts > INT32_MAX) return {"more key tiles than a CUDA grid holds"};
+  if ((tiles + 1) * heads * parts + resident > INT32_MAX) return {"more key tiles than a CUDA grid holds"};
 
   const Mask mask = Mask::make(p.spec, p.T, p.S);
   const auto cost = [&](int64_t tile) {
@@ -123,12 +253,16 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   };
   const bool ragged = p.extras.query_lens.present() || p.extras.key_lens.present();
   const bool even = !ragged && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
-  constexpr uint32_t kMostSteps = 1 << 30;
-  schedule->lists = FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), 1, even, uint32_t(resident), kMostSteps);
-  schedule->parts = uint32_t(parts);
+  schedule->parts = uint32_t(parts), schedule->resident = uint32_t(resident);
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
   schedule->descending = p.spec.window_right >= 0;  // under a causal mask the last keys are first at any query
+  // With many keys a query the chores are nothing beside the products; and a head's tiles must be done in few steps.
+  schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&
+                     p.T > 0 && p.S <= kMostKeysForChores && tiles <= resident &&
+                     device_attribute(cudaDevAttrCooperativeLaunch) != 0;
+  schedule->lists =
+      FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even, uint32_t(resident), schedule->chores);
   return {};
 }
 

@@ -1,5 +1,4 @@
-// What both kinds of tile of the backward do to rows that are dead or masked, and how their loops keep within
-// registers.
+// What both kinds of tile of the backward do to keys and queries that are dead, and how their loops keep within registers.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -24,18 +23,13 @@ __device__ __forceinline__ Mask forget(Mask m) {
   return m;
 }
 
-// dK and dV of 64 keys that no query sees, by a warpgroup.
+// 64 rows of a gradient of keys that no query sees, by a warpgroup.
 template <class Element>
-__device__ __forceinline__ void clear_keys(const Problem& p, const KeyTile& at, int row0, int head_dim) {
-  const int chunks = head_dim / 8;
-  Element* const dk_g = p.dk.at<Element>(at.b, at.k_head);
-  Element* const dv_g = p.dv.at<Element>(at.b, at.k_head);
+__device__ __forceinline__ void clear_rows(Element* to, int64_t stride, int row0, int rows, int cols) {
+  const int chunks = cols / 8;
   for (int x = threadIdx.x % 128; x < 64 * chunks; x += 128) {
-    const int j = row0 + x / chunks, column = x % chunks * 8;
-    if (j < p.S && column < p.D) {
-      *reinterpret_cast<uint4*>(dk_g + j * p.dk.row + column) = uint4{};
-      *reinterpret_cast<uint4*>(dv_g + j * p.dv.row + column) = uint4{};
-    }
+    const int row = row0 + x / chunks;
+    if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + x % chunks * 8) = uint4{};
   }
 }
 
@@ -51,13 +45,6 @@ __device__ __forceinline__ void clear_dead_rows(uint32_t tile, int row0, int row
   }
   ptx::fence_proxy_async();  // the tensor core is to see the zeros, and later copies are to come after them
   ptx::bar_sync(barrier, 128);
-}
-
-// Which of a lane's queries, those 0 1 8 9 16 17 .. further on than column0, are in a range: a bit each.
-__device__ __forceinline__ uint32_t column_bits(Range range, int column0) {
-  const auto columns_below = [](int c) { return c <= 0 ? 0 : c / 8 * 2 + min_(c % 8, 2); };
-  const auto low_bits = [](int count) { return count >= 32 ? ~0u : (1u << count) - 1; };
-  return low_bits(columns_below(range.end - column0)) & ~low_bits(columns_below(range.begin - column0));
 }
 
 }  // namespace jax_flash2::cuda::sm90

@@ -4,9 +4,9 @@
 // beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where
 // they do not, a list is made of pairs: a head's tile with the most keys and the one with the fewest, the next two, and
 // so on, which cost the same. The last tiles are blocks of their own, longest first, which the hardware hands out as
-// multiprocessors fall idle. Only `section` query heads are walked together, so that their K and V stay in L2; the
-// query heads of a key head are neighbours.
+// multiprocessors fall idle. Heads are walked one after another.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "core/spec.h"
@@ -14,27 +14,23 @@
 namespace jax_flash2::cuda::sm90 {
 
 struct FixedLists {
-  uint32_t tiles, heads, section;  // query tiles of a head; heads and batch rows together; a multiple of the group
-  uint32_t members;                // 2: pairs, 1: single tiles
-  uint32_t workers;                // blocks that walk a list
-  uint32_t listed;                 // units (pairs, or tiles) in lists; the rest are blocks of their own
+  uint32_t tiles, heads;  // tiles of a head; heads and batch rows together
+  uint32_t members;       // 2: pairs, 1: single tiles
+  uint32_t workers;       // blocks that walk a list
+  uint32_t listed;        // units (pairs, or tiles) in lists; the rest are blocks of their own
 
   struct Place {
     int tile, head;  // tile -1: nothing to do
+    bool ends_unit;
   };
 
-  // resident: blocks that the device runs at once; most: steps that a list may have.
-  static FixedLists make(uint32_t tiles, uint32_t heads, uint32_t section, bool even, uint32_t resident,
-                         uint32_t most) {
-    FixedLists s{tiles, heads, section, even ? 1u : 2u, 0, 0};
-    const uint32_t units = s.units(), lists = resident > (units * uint64_t(s.members) + most - 1) / most
-                                                  ? resident
-                                                  : uint32_t((units * uint64_t(s.members) + most - 1) / most);
-    s.workers = lists < units ? lists : units;
-    s.listed = units;
-    if (!even) {
+  // resident: blocks that the device runs at once; together: there are to be no more.
+  static FixedLists make(uint32_t tiles, uint32_t heads, bool even, uint32_t resident, bool together) {
+    FixedLists s{tiles, heads, even ? 1u : 2u, 0, 0};
+    s.workers = std::min(resident, s.units()), s.listed = s.units();
+    if (!even && !together) {
       const uint64_t all = uint64_t(tiles) * heads;  // one round of tiles, at least, is left over
-      s.listed = all < lists ? 0 : uint32_t((all - lists) / lists / 2) * lists;
+      s.listed = all < resident ? 0 : uint32_t((all - resident) / resident / 2) * resident;
       if (s.listed == 0) s.workers = 0;
     }
     return s;
@@ -44,9 +40,9 @@ struct FixedLists {
   JAX_FLASH2_HD uint32_t units() const { return units_of_head() * heads; }
   JAX_FLASH2_HD uint32_t blocks() const { return workers + (units() - listed) * members; }
 
-  JAX_FLASH2_HD int steps(uint32_t block) const {
-    return block < workers ? int((listed - block + workers - 1) / workers * members) : 1;
-  }
+  // Of a block that walks a list.
+  JAX_FLASH2_HD int units_of_block(uint32_t block) const { return int((listed - block + workers - 1) / workers); }
+  JAX_FLASH2_HD int steps(uint32_t block) const { return block < workers ? units_of_block(block) * int(members) : 1; }
 
   JAX_FLASH2_HD Place place(uint32_t block, uint32_t step) const {
     if (block < workers) return member(block + step / members * workers, step % members);
@@ -56,11 +52,10 @@ struct FixedLists {
 
  private:
   JAX_FLASH2_HD Place member(uint32_t unit, uint32_t which) const {
-    const uint32_t first = unit / (units_of_head() * section) * section, rest = unit - first * units_of_head();
-    const uint32_t together = first + section <= heads ? section : heads - first;
-    const uint32_t from_end = rest / together, head = first + rest % together;
-    if (which == 1 && from_end == tiles - 1 - from_end) return {-1, 0};  // the middle one is its own partner
-    return {int(which == 0 ? tiles - 1 - from_end : from_end), int(head)};
+    const uint32_t head = unit / units_of_head(), from_end = unit % units_of_head();
+    const bool alone = members == 1 || from_end == tiles - 1 - from_end;  // the middle one is its own partner
+    if (which == 1 && alone) return {-1, 0, false};
+    return {int(which == 0 ? tiles - 1 - from_end : from_end), int(head), which == 1 || alone};
   }
 };
 

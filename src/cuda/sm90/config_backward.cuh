@@ -12,8 +12,9 @@
 namespace jax_flash2::cuda::sm90 {
 
 struct BackwardTile {
-  int head_dim;
-  int queries;  // of a step
+  int head_dim;   // of Q and K
+  int value_dim;  // of V, out and dO
+  int queries;    // of a step
   bool wide = false;
   int dout_buffers = 2;
   int dq_rounds = 1;  // in which a warpgroup's part of dQ leaves
@@ -26,9 +27,10 @@ struct BackwardTile {
   constexpr int producer_registers() const { return 40; }
   constexpr int consumer_registers() const { return 232; }
 
-  // Columns of dK and dV that a warpgroup has, and of a panel of shared memory: a warpgroup's are whole panels.
-  constexpr int cols() const { return wide ? head_dim / 2 : head_dim; }
-  constexpr int panel_cols() const { return cols() % 64 == 0 ? 64 : 32; }
+  // Columns of dK, and of dV, that a warpgroup has; they are whole panels of shared memory.
+  constexpr int key_cols() const { return wide ? head_dim / 2 : head_dim; }
+  constexpr int value_cols() const { return wide ? value_dim / 2 : value_dim; }
+  static constexpr int panel_cols(int cols) { return cols % 64 == 0 ? 64 : 32; }
 
   // Who works out what of dQ: with 128 queries each warpgroup has 64 of them, else each has some columns.
   constexpr bool dq_by_rows() const { return queries == 128; }
@@ -40,27 +42,32 @@ struct BackwardTile {
   constexpr int dq_first_col(int group) const { return dq_by_rows() || group == 0 ? 0 : dq_cols(0); }
 };
 
-template <int kHeadDim>
+template <int kHeadDim, int kValueDim>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64> {
-  static constexpr BackwardTile kTile{.head_dim = 64, .queries = 128};
+struct BackwardConfig<64, 64> {
+  static constexpr BackwardTile kTile{.head_dim = 64, .value_dim = 64, .queries = 128};
 };
 template <>
-struct BackwardConfig<96> {
-  static constexpr BackwardTile kTile{.head_dim = 96, .queries = 64};
+struct BackwardConfig<96, 96> {
+  static constexpr BackwardTile kTile{.head_dim = 96, .value_dim = 96, .queries = 64};
 };
 template <>
-struct BackwardConfig<128> {
-  static constexpr BackwardTile kTile{.head_dim = 128, .queries = 64};
+struct BackwardConfig<128, 128> {
+  static constexpr BackwardTile kTile{.head_dim = 128, .value_dim = 128, .queries = 64};
 };
 template <>
-struct BackwardConfig<192> {
-  static constexpr BackwardTile kTile{.head_dim = 192, .queries = 64, .wide = true};
+struct BackwardConfig<192, 128> {
+  static constexpr BackwardTile kTile{.head_dim = 192, .value_dim = 128, .queries = 64, .wide = true};
 };
 template <>
-struct BackwardConfig<256> {
-  static constexpr BackwardTile kTile{.head_dim = 256, .queries = 64, .wide = true, .dout_buffers = 1, .dq_rounds = 2};
+struct BackwardConfig<192, 192> {
+  static constexpr BackwardTile kTile{.head_dim = 192, .value_dim = 192, .queries = 64, .wide = true};
+};
+template <>
+struct BackwardConfig<256, 256> {
+  static constexpr BackwardTile kTile{
+      .head_dim = 256, .value_dim = 256, .queries = 64, .wide = true, .dout_buffers = 1, .dq_rounds = 2};
 };
 
 }  // namespace jax_flash2::cuda::sm90

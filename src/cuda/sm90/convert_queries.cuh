@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/convert.cuh"
+#include "cuda/launch_kernel.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/row_blocks.cuh"
 
@@ -55,40 +57,13 @@ __global__ void __launch_bounds__(kConvertThreads)
   }
 }
 
-// Each query row's share of d loss / d scale, sum_d q * dq_acc, by one warp. Reads dq_acc once more, which only calls
-// with a traced scale pay for.
-template <class Element>
-__global__ void __launch_bounds__(kConvertThreads) scale_gradient_kernel(const __grid_constant__ Problem p) {
-  const int64_t row = (int64_t(blockIdx.x) * kConvertThreads + threadIdx.x) / 32;
-  if (row >= int64_t(p.B) * p.N * p.T) return;
-  const int t = row % p.T, n = row / p.T % p.N, lane = threadIdx.x % 32;
-  const Batch b = p.batch(row / p.T / p.N);
-  const tile::RowBlocks shape{p.T, p.D};
-  float sum = 0;
-  if (p.mask(b).live_queries().has(t)) {
-    const Element* const q = p.q.at<const Element>(b, n) + t * p.q.row;
-    for (int d = lane; d < p.D; d += 32) sum += float(q[d]) * p.dq_acc.at<const float>(b, n)[shape.offset(t, d)];
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  }
-  if (lane == 0) p.grads.scale.at<float>(b, n)[t * p.grads.scale.row] = sum;
-}
-
 template <class Element>
 Status convert_queries(const Problem& p, cudaStream_t stream) {
   const int64_t items = (int64_t(p.T) + tile::RowBlocks::kRows - 1) / tile::RowBlocks::kRows * p.D;
   const int64_t per_head = (items + kConvertThreads - 1) / kConvertThreads, blocks = per_head * p.B * p.N;
   if (blocks > INT32_MAX) return {"more query rows than one launch can take"};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(int(blocks)), config.blockDim = dim3(kConvertThreads), config.stream = stream;
-  bool ok = cudaLaunchKernelEx(&config, convert_queries_kernel<Element>, p, int(per_head)) == cudaSuccess;
-  if (p.grads.scale.present()) {
-    const int64_t warps = int64_t(p.B) * p.N * p.T;
-    if (warps / 8 >= INT32_MAX) return {"more query rows than one launch can take"};
-    config.gridDim = dim3(int((warps + 7) / 8));
-    ok = ok && cudaLaunchKernelEx(&config, scale_gradient_kernel<Element>, p) == cudaSuccess;
-  }
-  return {ok ? nullptr : "launching the convert kernel failed"};
+  const Status s = launch_kernel(convert_queries_kernel<Element>, blocks, kConvertThreads, 0, stream, p, int(per_head));
+  return s.ok() ? scale_gradient<Element, tile::RowBlocks>(p, stream) : s;
 }
 
 }  // namespace jax_flash2::cuda::sm90

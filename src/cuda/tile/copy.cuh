@@ -17,14 +17,14 @@ struct Copy {
   static constexpr int kStep = kThreads / Tile::kPanelChunks, kPasses = Tile::kRows / kStep;
   static_assert(kThreads % Tile::kPanelChunks == 0 && kStep % 8 == 0 && Tile::kRows % kStep == 0);
 
-  int row,
-      cols;  // this thread's first row of a tile; columns of the last panel that this thread's chunk may touch: 8 or 0
-  uint32_t offset;  // of its first chunk in a tile
+  int row;          // this thread's first row of a tile
+  int cols;         // columns of the matrix from this thread's chunk of the first panel on
+  uint32_t offset;  // of that chunk in a tile
 
-  // cols: columns of the matrix, a multiple of 8, in the tile's last panel or its end.
+  // matrix_cols: a multiple of 8, at most the tile's.
   __device__ __forceinline__ explicit Copy(int matrix_cols)
       : row(threadIdx.x / Tile::kPanelChunks),
-        cols((Tile::kPanels - 1) * Tile::kPanelCols + int(threadIdx.x) % Tile::kPanelChunks * 8 < matrix_cols ? 8 : 0),
+        cols(matrix_cols - int(threadIdx.x) % Tile::kPanelChunks * 8),
         offset(Tile::offset(row, int(threadIdx.x) % Tile::kPanelChunks)) {}
 
   // Starts copying rows [row0, row0 + kRows) of `matrix`, whose rows lie `stride` elements apart. Rows outside `live`
@@ -40,7 +40,7 @@ struct Copy {
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanels; panel++) {
         ptx::cp_async_16(tile + offset + panel * Tile::kPanelBytes + pass * kStep * Tile::kRowBytes,
-                         from + panel * Tile::kPanelCols, in ? (panel < Tile::kPanels - 1 ? 16 : cols * 2) : 0);
+                         from + panel * Tile::kPanelCols, in && panel * Tile::kPanelCols < cols ? 16 : 0);
       }
       from += kStep * stride;
     }
@@ -55,7 +55,7 @@ struct Copy {
       if (row0 + row + pass * kStep < rows) {
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; panel++) {
-          if (panel < Tile::kPanels - 1 || cols > 0)
+          if (panel * Tile::kPanelCols < cols)
             *reinterpret_cast<uint4*>(to + panel * Tile::kPanelCols) =
                 ptx::ld_shared_v4(tile + offset + panel * Tile::kPanelBytes + pass * kStep * Tile::kRowBytes);
         }
