@@ -16,8 +16,8 @@ def capabilities() -> dict[str, Any]:
         `source_digest`: sha256 of the C++ and CUDA sources it was built from;
         `dtypes`: those it serves;
       and for `cuda`, which is None where `platforms` lacks it, also
-        `head_dims`: of the kernels; other head dims up to the largest are padded;
-        `instances`: (architecture, pass, dtype, head dim) of every kernel;
+        `head_dims`: of the kernels' queries and keys; other head dims up to the largest run on the next wider one;
+        `instances`: (architecture, pass, dtype, head dim of queries and keys, of values) of every kernel;
         `devices`: name, compute capability and the architecture whose kernels would run (sm80's, which run everywhere,
           serve what it lacks); [] without a GPU or driver;
       `cuda_missing` says why it is None, and is None otherwise.
@@ -29,8 +29,8 @@ def capabilities() -> dict[str, Any]:
         instances = [tuple(row) for row in _native.cuda.instances()]
         cuda = {
             "source_digest": _native.cuda.source_digest(),
-            "dtypes": sorted({{"bf16": "bfloat16", "f16": "float16"}[dtype] for _, _, dtype, _ in instances}),
-            "head_dims": sorted({head_dim for *_, head_dim in instances}),
+            "dtypes": sorted({{"bf16": "bfloat16", "f16": "float16"}[dtype] for _, _, dtype, *_ in instances}),
+            "head_dims": sorted({head_dim for *_, head_dim, _ in instances}),
             "instances": instances,
             "devices": list(_native.cuda.devices()),
         }

@@ -39,9 +39,8 @@ def lower(
     dims = Dims(operands, ctx.avals_in)
     if platform == "cuda":
         _check_cuda(primitive, dims)
-        width = -(-max(dims.sizes["D"], dims.sizes["V"]) // 8) * 8
-        if (dims.sizes["D"], dims.sizes["V"]) != (width, width):
-            padded = functools.partial(_padded, primitive, width, operands)
+        if any(_padding(dims.sizes[axis]) for axis in "DV"):
+            padded = functools.partial(_padded, primitive, operands)
             return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
     devices = _compat.automatic_devices(ctx)
     if devices > 1 and not _compat.is_export(ctx):
@@ -69,11 +68,16 @@ def _workspaces(dims: Dims, spec: AttentionSpec) -> list[str]:
     return ["queue", "delta", "dq_acc", *grouped, *(["order"] if spec.deterministic else [])]
 
 
-def _padded(primitive: Any, width: int, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
-    """Zeros up to the one head dim that the CUDA kernels take. Costs a copy of each array, and of each result."""
+def _padding(width: int) -> int:
+    """What a head lacks to the next width that the CUDA kernels take: rows of 16 bytes."""
+    return -width % 8
+
+
+def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
+    """Zeros up to widths that the CUDA kernels take. Costs a copy of each such array, and of each such result."""
     dims = Dims(operands, xs)
     wide = [
-        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) if _is_wide(name) else x
+        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padding(x.shape[-1]))]) if _is_wide(name) else x
         for name, x in zip(operands, xs, strict=True)
     ]
     outs = primitive.bind(*wide, operands=operands, **params)
@@ -103,7 +107,8 @@ def _check_cuda(primitive: Any, dims: Dims) -> None:
             )
         return  # compiling for another machine
     direction = primitive.name.removeprefix("flash_")
-    head_dims = [row[3] for row in _native.cuda.instances() if row[1] == direction and row[2] == served[dtype]]
+    rows = [row for row in _native.cuda.instances() if row[1] == direction and row[2] == served[dtype]]
+    head_dims = [min(head_dim, value_dim) for *_, head_dim, value_dim in rows]
     width = max(dims.sizes["D"], dims.sizes["V"])
     if width > max(head_dims, default=0):
         raise NotImplementedError(

@@ -265,15 +265,15 @@ def _custom_calls(function, args, platform="cuda"):
 
 
 def test_cuda_program():
-    """D and Dv padded to one multiple of 8, workspaces as results, absent arrays of size zero."""
+    """D padded to a multiple of 8, Dv, which is one, as it is; workspaces as results, absent arrays of size zero."""
     forward, backward = _custom_calls(_gradients, _arguments(_gradients))
-    q, k = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16"
+    q, k, v, out = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16", f"{B}x{S}x{K}x8xbf16", f"{B}x{T}x{N}x8xbf16"
     lse, lens = f"{B}x{N}x{T}xf32", f"{B}xi32"
     queue = f"{B}x{N}xi32"
-    assert forward[:3] == ("jax_flash2_forward_v1", [q, k, k, f"{B}xf32", lens, lens], [q, lse, queue])
-    operands = [q, k, k, q, lse, q, lse, f"{B}xf32", lens, lens]
-    accumulators = [f"{B}x{N}x{T}x16xf32", *[f"{B}x{K}x{S}x16xf32"] * 2]
-    results = [q, k, k, lse, *accumulators, f"{B}x{N}x2xi32", lse, "0xf32", "0xf32"]
+    assert forward[:3] == ("jax_flash2_forward_v1", [q, k, v, f"{B}xf32", lens, lens], [out, lse, queue])
+    operands = [q, k, v, out, lse, out, lse, f"{B}xf32", lens, lens]
+    accumulators = [f"{B}x{N}x{T}x16xf32", *[f"{B}x{K}x{S}x{width}xf32" for width in (16, 8)]]
+    results = [q, k, v, lse, *accumulators, f"{B}x{N}x2xi32", lse, "0xf32", "0xf32"]
     assert backward[:3] == ("jax_flash2_backward_v1", operands, results)
 
 
@@ -295,7 +295,7 @@ def test_cuda_program_inside_shard_map(check_vma):
     args = [x[:size] for x, size in zip(_arguments(_plain), (2, 1, 1), strict=True)]
     sharded = jax.shard_map(_gradients_of_plain, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma)
     (_, backward) = _custom_calls(sharded, args)
-    assert backward[2][:3] == [f"1x{T}x{N}x16xbf16", *[f"1x{S}x{K}x16xbf16"] * 2]
+    assert backward[2][:3] == [f"1x{T}x{N}x16xbf16", f"1x{S}x{K}x16xbf16", f"1x{S}x{K}x8xbf16"]
 
 
 def test_cuda_program_in_an_explicit_mesh():
@@ -305,9 +305,9 @@ def test_cuda_program_in_an_explicit_mesh():
         args = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("x"))) for x in _arguments(_plain)]
         text = jax.jit(_gradients_of_plain).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     forward, backward = (line for line in text.splitlines() if "@CustomSPMDPartitioning" in line)
-    q, k = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16"
-    assert re.findall(r"tensor<(.*?)>", forward.split(" -> ")[-1]) == [q, f"{B}x{N}x{T}xf32"]
-    assert re.findall(r"tensor<(.*?)>", backward.split(" -> ")[-1]) == [q, k, k]
+    q, k, v, out = f"{B}x{T}x{N}x16xbf16", f"{B}x{S}x{K}x16xbf16", f"{B}x{S}x{K}x8xbf16", f"{B}x{T}x{N}x8xbf16"
+    assert re.findall(r"tensor<(.*?)>", forward.split(" -> ")[-1]) == [out, f"{B}x{N}x{T}xf32"]
+    assert re.findall(r"tensor<(.*?)>", backward.split(" -> ")[-1]) == [q, k, v]
 
 
 def test_cpu_program_has_no_workspace():
@@ -354,7 +354,7 @@ def test_install_without_cuda_code_says_so_on_a_gpu(monkeypatch):
 
 
 def test_head_dims_that_were_not_compiled(monkeypatch):
-    rows = [("sm80", direction, "bf16", 64) for direction in ("forward", "backward")]
+    rows = [("sm80", direction, "bf16", 64, 64) for direction in ("forward", "backward")]
     monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(instances=lambda: rows))
     query, key, value = (jnp.zeros((B, T, N, 72), jnp.bfloat16) for _ in range(3))
     with pytest.raises(NotImplementedError, match="head dims up to 64 for bfloat16 on CUDA, got 72"):

@@ -4,15 +4,16 @@
 
 namespace jax_flash2::cuda {
 
-#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim) \
-  Status arch##_##pass##_##dtype##_##dim(const Problem&, cudaStream_t);
+#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim, value_dim) \
+  Status arch##_##pass##_##dtype##_##dim##_##value_dim(const Problem&, cudaStream_t);
 #include "instances.inc"
 #undef JAX_FLASH2_INSTANCE
 
 namespace {
 
 constexpr Instance kInstances[] = {
-#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim) {#arch, #pass, #dtype, dim, arch##_##pass##_##dtype##_##dim},
+#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim, value_dim) \
+  {#arch, #pass, #dtype, dim, value_dim, arch##_##pass##_##dtype##_##dim##_##value_dim},
 #include "instances.inc"
 #undef JAX_FLASH2_INSTANCE
 };
@@ -20,7 +21,7 @@ constexpr Instance kInstances[] = {
 Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   const char* dtype = p.dtype == DType::kBF16 ? "bf16" : p.dtype == DType::kF16 ? "f16" : nullptr;
   if (!dtype) return {"CUDA kernels take bfloat16 and float16"};
-  if (p.D != p.Dv || p.D % 8 != 0) return {"CUDA kernels take one head dim, a multiple of 8, for q, k and v"};
+  if (p.D % 8 != 0 || p.Dv % 8 != 0) return {"CUDA kernels take head dims that are multiples of 8"};
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
@@ -31,13 +32,13 @@ Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   if (!arch) return {"CUDA kernels need compute capability 8.0 or newer"};
   for (const char* candidate : {arch, "sm80"}) {
     for (const Instance& i : kInstances) {
-      if (i.head_dim >= p.D && !std::strcmp(i.arch, candidate) && !std::strcmp(i.pass, pass) &&
+      if (i.head_dim >= p.D && i.value_dim >= p.Dv && !std::strcmp(i.arch, candidate) && !std::strcmp(i.pass, pass) &&
           !std::strcmp(i.dtype, dtype)) {
         return i.run(p, stream);
       }
     }
   }
-  return {"no CUDA kernel of this build serves this head dim; see jax_flash2.capabilities()"};
+  return {"no CUDA kernel of this build serves these head dims; see jax_flash2.capabilities()"};
 }
 
 }  // namespace

@@ -10,11 +10,11 @@ struct Instance {
   const char* arch;
   const char* pass;
   const char* dtype;
-  int head_dim;  // serves every head dim up to it
+  int head_dim, value_dim;  // serves heads of q and k up to the first, of v up to the second
   Status (*run)(const Problem&, cudaStream_t);
 };
 
-// Everything compiled in, head dims ascending.
+// Everything compiled in; of two that serve a call the faster one comes first.
 std::span<const Instance> instances();
 
 // The kernels made for a device of this compute capability; null when it can run none. What they lack, those of sm80,

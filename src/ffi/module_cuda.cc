@@ -41,7 +41,9 @@ NB_MODULE(_cuda, m) {
   });
   m.def("instances", [] {
     nb::list rows;
-    for (const cuda::Instance& i : cuda::instances()) rows.append(nb::make_tuple(i.arch, i.pass, i.dtype, i.head_dim));
+    for (const cuda::Instance& i : cuda::instances()) {
+      rows.append(nb::make_tuple(i.arch, i.pass, i.dtype, i.head_dim, i.value_dim));
+    }
     return rows;
   });
   m.def("devices", [] {

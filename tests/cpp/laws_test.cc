@@ -253,7 +253,8 @@ void check_schedule() {
       for (uint32_t section : {1u, 4u, 16u})
         for (uint32_t workers : {1u, 4u, 132u}) {
           if (section > heads) continue;
-          const Schedule s{tiles, heads, section, std::min(workers, tiles * heads)};
+          const bool even = (tiles + heads) % 2 == 0;
+          const Schedule s{tiles, heads, section, std::min(workers, tiles * heads), even};
           std::vector<int> met(tiles * heads), turns(tiles * heads);
           for (uint32_t ticket = 0; ticket < s.tickets(); ticket++) {
             const Schedule::Place place = s.place(ticket);

@@ -114,8 +114,7 @@ inline Placement draw_placement(Random& r, bool may_share) {
 }
 
 struct Options {
-  std::vector<int> dims;  // empty: any
-  bool unequal_dims = false;
+  std::vector<int> dims;   // empty: any
   double most_work = 3e8;  // B N T S D of a case, ten times as much of one in twenty
 };
 
@@ -128,7 +127,7 @@ inline Case draw(uint64_t seed, const Options& options) {
   const int any_dim = r.chance(0.7) ? r.of({64, 128, 256, 96, 192}) : 8 * r.within(1, 32);
   c.D = options.dims.empty() ? any_dim : options.dims[r.next() % options.dims.size()];
   c.Dv = c.D;
-  if (options.unequal_dims && r.chance(0.5)) c.Dv = r.chance(0.5) && c.D >= 192 ? 128 : 8 * r.within(1, c.D / 8);
+  if (r.chance(0.3)) c.Dv = r.chance(0.5) && c.D >= 192 ? 128 : 8 * r.within(1, options.dims.empty() ? 32 : c.D / 8);
   c.T = r.chance(0.08) ? 1 : draw_length(r, large);
   c.S = r.chance(0.04) ? 1 : r.chance(0.02) ? 0 : r.chance(0.4) ? c.T : draw_length(r, large);
   c.K = r.within(1, 4);

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     constexpr int kChunks = kHeadDim / 8;
     for (int x = threadIdx.x; x < kRows * kChunks; x += kThreads) {
       const int i = row0 + x / kChunks, column = x % kChunks * 8;
-      if (i < p.T && column < p.D) *reinterpret_cast<uint4*>(out_g + i * p.out.row + column) = uint4{};
+      if (i < p.T && column < p.Dv) *reinterpret_cast<uint4*>(out_g + i * p.out.row + column) = uint4{};
       if (i < p.T && column == 0) lse_g[i * p.lse.row] = -INFINITY;
     }
     return;
@@ -81,13 +81,13 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
   const Element* const k_g = p.k.at<const Element>(b, n / p.group());
   const Element* const v_g = p.v.at<const Element>(b, n / p.group());
-  const CopyK copy_kv(p.D);
+  const CopyK copy_k(p.D), copy_v(p.Dv);
   const auto load_k = [&](int kv_tile) {
-    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, kv_tile * kKeys, live_k);
+    copy_k.load(k_s + stage(kv_tile), k_g, p.k.row, kv_tile * kKeys, live_k);
     ptx::cp_async_commit_group();
   };
   const auto load_v = [&](int kv_tile) {
-    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, kv_tile * kKeys, live_k);
+    copy_v.load(v_s + stage(kv_tile), v_g, p.v.row, kv_tile * kKeys, live_k);
     ptx::cp_async_commit_group();
   };
 
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     }
   }
   __syncthreads();  // rows are stored by other warps than wrote them
-  CopyQ(p.D).store(out_g, p.out.row, row0, p.T, q_s);
+  CopyQ(p.Dv).store(out_g, p.out.row, row0, p.T, q_s);
 }
 
 template <class Config, class Element>
@@ -271,9 +271,10 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
                        tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
 }
 
-// The entry point that generated units instantiate: heads of up to kHeadDim columns.
-template <class Element, int kHeadDim>
+// The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.
+template <class Element, int kHeadDim, int kValueDim = kHeadDim>
 Status forward(const Problem& p, cudaStream_t stream) {
+  static_assert(kValueDim == kHeadDim);
   constexpr ForwardTile kTile = ForwardConfig<kHeadDim>::kTile;
   if constexpr (kTile.shared_bytes() > kSharedBytesSmall) {
     if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) < kTile.shared_bytes()) {

@@ -1,6 +1,5 @@
-// Who feeds a block of the forward: a warp that plans, a thread that loads Q and one that loads K and V. Only the planner
-// knows the schedule. It asks for a tile when all of the one before is on its way: asked for earlier, long tiles would be
-// taken by blocks that are not free yet.
+// Who feeds a block of the forward, tile after tile as the planner hands them over: a thread that loads Q and one that loads
+// K and V. They know no schedule.
 #pragma once
 #include <cstdint>
 
@@ -10,97 +9,6 @@
 #include "cuda/sm90/forward_work.cuh"
 
 namespace jax_flash2::cuda::sm90 {
-
-__device__ __forceinline__ uint4 words(int a, int b, int c, int d) {
-  return {uint32_t(a), uint32_t(b), uint32_t(c), uint32_t(d)};
-}
-
-// By a whole warp: a lane for each consumer.
-template <class Config>
-__device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& plan, uint32_t shared) {
-  constexpr int kRows = Config::kTile.rows(), kKeys = Config::kTile.keys, kConsumers = Config::kTile.consumers;
-  using Shared = ForwardShared<Config>;
-  const int lane = threadIdx.x % 32;
-  typename Shared::WorkRing ring{shared + Shared::kWorkRing};
-  const auto hand_over = [&](auto&& write) {
-    ring.wait_empty();
-    write(shared + Shared::kWork + ring.stage * Shared::kWorkBytes);
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ring.full());
-    ring.next();
-  };
-  const auto hand_over_kind = [&](Work::Kind kind) {
-    hand_over([&](uint32_t work) {
-      if (lane == 0) ptx::st_shared_v4(work, words(kind, 0, 0, 0));
-    });
-  };
-  const auto plan_tile = [&](uint32_t ticket, int step, bool again) {
-    const Schedule::Place place = plan.schedule.place(ticket);
-    const int heads = p.N >> plan.pack_log2, q_head = place.head % heads, row0 = place.tile * kRows;
-    const Batch batch = p.batch(place.head / heads);
-    const Mask mask = p.mask(batch);
-    const auto key_tiles = [&](int first, int rows) {
-      const int begin = first >> plan.pack_log2, end = ((first + rows - 1) >> plan.pack_log2) + 1;
-      Tiles tiles = mask.key_tiles(begin, min_(end, p.T), kKeys);
-      // Keys of live rows that share a full tile are intervals that hold it: if the first live row has seen a key beyond
-      // the full tiles, all have.
-      if (tiles.full_end < tiles.end &&
-          mask.keys(max_(begin, mask.live_queries().begin)).end <= tiles.full_end * kKeys) {
-        tiles.full_end = max_(tiles.full_begin, tiles.full_end - 1);
-      }
-      if (again) tiles.full_begin = tiles.full_end = tiles.begin;  // exactly, as any other tile of keys
-      return tiles;
-    };
-    const auto write = [](uint32_t address, const Tiles& t) {
-      ptx::st_shared_v4(address, words(t.begin, t.full_begin, t.full_end, t.end));
-    };
-    hand_over([&](uint32_t work) {
-      if (lane < kConsumers) write(work + sizeof(Work) + lane * sizeof(Tiles), key_tiles(row0 + lane * 64, 64));
-      if (lane == 0) {
-        ptx::st_shared_v4(work, words(Work::kTile, row0, mask.q_len, mask.k_len));
-        write(work + offsetof(Work, tiles), key_tiles(row0, kRows));
-        ptx::st_shared_v4(work + offsetof(Work, batch), words(batch.at[0], batch.at[1], batch.at[2], batch.at[3]));
-        const int n = q_head << plan.pack_log2;
-        ptx::st_shared_v4(work + offsetof(Work, q_head), words(q_head, n / p.group(), step, 0));
-        ptx::st_shared_b64(work + offsetof(Work, out), uint64_t(p.out.offset(batch, n)));
-        ptx::st_shared_b64(work + offsetof(Work, lse), uint64_t(p.lse.offset(batch, n)));
-      }
-    });
-  };
-
-  uint32_t ticket = blockIdx.x, turn = 0, loaded = 0, rounds = 0;
-  const auto wait_loaded = [&] { ptx::mbarrier_wait_parity(shared + Shared::kLoaded, loaded++ % 2); };
-  const auto next_ticket = [&] {
-    if (!plan.queue) return plan.schedule.turn_of(blockIdx.x, ++turn);
-    wait_loaded();
-    const uint32_t asked = lane == 0 ? atomicAdd(plan.queue, 1u) : 0;
-    return plan.schedule.workers + __shfl_sync(~0u, asked, 0);
-  };
-#pragma unroll 1
-  while (ticket < plan.schedule.tickets()) {
-    int steps = 0;
-#pragma unroll 1
-    for (; steps < kMostSteps && ticket < plan.schedule.tickets(); steps++) {
-      if (lane == 0) ptx::st_shared_b32(shared + Shared::kTickets + steps * 4, ticket);
-      plan_tile(ticket, steps, false);
-      ticket = next_ticket();
-    }
-    hand_over_kind(Work::kRoundDone);
-    ptx::mbarrier_wait_parity(shared + Shared::kRoundDone, rounds++ % 2);  // every warp has marked what it could not do
-#pragma unroll 1
-    for (int step = 0; step < steps; step++) {
-      const uint32_t word = shared + Shared::kAgain + step / 32 * 4, marks = ptx::ld_shared_b32(word);
-      if (marks == 0) continue;
-      if (marks >> step % 32 & 1) {
-        plan_tile(ptx::ld_shared_b32(shared + Shared::kTickets + step * 4), step, true);
-        if (plan.queue) wait_loaded();
-      }
-      __syncwarp();
-      if (lane == 0 && (step % 32 == 31 || step == steps - 1)) ptx::st_shared_b32(word, 0);
-    }
-  }
-  hand_over_kind(Work::kEnd);
-}
 
 // Calls load(work) for each tile, by one thread, and releases its Work after it.
 template <class Config, class Load>

@@ -13,6 +13,7 @@ namespace jax_flash2::cuda::sm90 {
 struct Schedule {
   uint32_t tiles, heads, section;  // query tiles of a head; heads and batch rows together; a multiple of the group
   uint32_t workers;                // blocks; ticket i < workers is block i's first
+  bool even;                       // all tiles cost the same
 
   struct Place {
     int tile, head;
@@ -20,9 +21,10 @@ struct Schedule {
 
   JAX_FLASH2_HD uint32_t tickets() const { return tiles * heads; }
 
-  // A block's ticket number `turn` where there is no queue. Shifted by one each time: a block would meet the same tile of
-  // every head else.
+  // A block's ticket number `turn` where there is no queue. Even tiles are shifted by one each time: a block would meet the
+  // same tile of every head else. Of others, the block that had the longest has the shortest of the next turn.
   JAX_FLASH2_HD uint32_t turn_of(uint32_t block, uint32_t turn) const {
+    if (!even) return turn % 2 ? (turn + 1) * workers - 1 - block : turn * workers + block;
     return turn * workers + (block + turn) % workers;
   }
 

@@ -26,23 +26,25 @@ struct MappedTensor {
 };
 
 // Box: `box_rows` rows of `panel_cols` columns of one head, laid down in shared memory as a panel of tile::SharedTile; or,
-// packed, box_rows >> pack_log2 rows of 1 << pack_log2 heads each.
+// packed (pack_log2 >= 0), box_rows >> pack_log2 rows of 1 << pack_log2 heads each.
 struct TensorMapShape {
   int length, heads, head_dim, panel_cols, box_rows;
-  bool packed = false;
-  int pack_log2 = 0;
+  int pack_log2 = -1;
 };
 
 // The driver's function, found by way of the runtime: a library that needs no driver to be loaded cannot name it. Null when
 // the driver has none.
 using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
 inline TensorMapEncoder find_tensor_map_encoder() {
-  void* symbol = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(symbol)
-                                                                      : nullptr;
+  static const TensorMapEncoder kEncoder = [] {  // a fact of the process; asking costs as much as encoding
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(symbol)
+                                                                        : nullptr;
+  }();
+  return kEncoder;
 }
 
 inline Status encode_tensor_map(TensorMapEncoder encoder, const Problem& p, const Tensor& tensor, TensorMapShape shape,
@@ -66,7 +68,8 @@ inline Status encode_tensor_map(TensorMapEncoder encoder, const Problem& p, cons
   // A stride along an axis of size 1 is never used, but must look like one.
   const auto stride_bytes = [&](int64_t stride, int64_t size) { return cuuint64_t(size > 1 ? stride * kBytes : 16); };
   const cuuint64_t head_dim = shape.head_dim, length = shape.length, heads = shape.heads, cols = shape.panel_cols;
-  const int pack = 1 << shape.pack_log2;
+  const bool is_packed = shape.pack_log2 >= 0;
+  const int pack = is_packed ? 1 << shape.pack_log2 : 1;
   const cuuint64_t row_bytes = stride_bytes(tensor.row, shape.length), batch_bytes = stride_bytes(step, batches);
   const cuuint64_t head_bytes = stride_bytes(tensor.head, shape.heads), box_rows = shape.box_rows;
   struct Axis {
@@ -81,8 +84,8 @@ inline Status encode_tensor_map(TensorMapEncoder encoder, const Problem& p, cons
                          {length, row_bytes, box_rows / pack},
                          {heads / pack, head_bytes * pack, 1},
                          {cuuint64_t(batches), batch_bytes, 1}};
-  const Axis* const axes = shape.packed ? packed : unpacked;
-  const int rank = shape.packed ? 5 : 4;
+  const Axis* const axes = is_packed ? packed : unpacked;
+  const int rank = is_packed ? 5 : 4;
   cuuint64_t sizes[5], strides[5];
   cuuint32_t box[5], element_strides[5];
   for (int a = 0; a < rank; a++) {
