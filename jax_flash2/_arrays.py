@@ -14,7 +14,7 @@ from jax_flash2._spec import EXTRAS, Extras
 
 
 class _Array(NamedTuple):
-    axes: str  # letters as in src/core/problem.h; V is Dv, O the counters that put a deterministic backward in order
+    axes: str  # letters as in src/core/problem.h; V is Dv, O counters of what is done of a head
     dtype: str  # "io": that of q; "real": float64 where q is float64, else float32; or a name
 
 

@@ -55,17 +55,17 @@ def lower(
         for name, aval in zip(OPERANDS[primitive.name], avals_in, strict=True)
     ]
     returned = results_of(primitive, operands)
-    written = {*returned, *(_workspaces(dims, spec) if platform == "cuda" else ())}
+    written = {*returned, *(_workspaces(dims) if platform == "cuda" else ())}
     avals_out = [dims.aval(x) if x in written else dims.absent(x) for x in RESULTS[primitive.name]]
     call = ffi.ffi_lowering(TARGETS[primitive.name])
     outs = call(ctx.replace(avals_in=avals_in, avals_out=avals_out), *arrays_in, **dataclasses.asdict(spec))
     return [out for name, out in zip(RESULTS[primitive.name], outs, strict=True) if name in returned]
 
 
-def _workspaces(dims: Dims, spec: AttentionSpec) -> list[str]:
-    """What the CUDA kernels scribble on, those of both passes: a pure function of shapes and spec."""
+def _workspaces(dims: Dims) -> list[str]:
+    """What the CUDA kernels scribble on, those of both passes: a pure function of shapes."""
     grouped = ["dk_acc", "dv_acc"] if dims.sizes["N"] != dims.sizes["K"] else []
-    return ["queue", "delta", "dq_acc", *grouped, *(["order"] if spec.deterministic else [])]
+    return ["queue", "delta", "dq_acc", *grouped, "order"]
 
 
 def _padding(width: int) -> int:

@@ -283,7 +283,7 @@ def test_cuda_program_without_options():
     q, lse = f"{B}x{T}x{N}x16xf16", f"{B}x{N}x{T}xf32"
     assert forward[1:3] == ([q, q, q, "0xf32", "0xi32", "0xi32"], [q, lse, f"{B}x{N}xi32"])
     assert backward[1] == [q, q, q, q, lse, q, "0xf32", "0xf32", "0xi32", "0xi32"]
-    workspaces = [lse, f"{B}x{N}x{T}x16xf32", "0xf32", "0xf32", "0xi32"]
+    workspaces = [lse, f"{B}x{N}x{T}x16xf32", "0xf32", "0xf32", f"{B}x{N}x2xi32"]
     assert backward[2] == [q, q, q, *workspaces, "0xf32", "0xf32", "0xf32"]
 
 

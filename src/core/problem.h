@@ -73,7 +73,7 @@ struct Problem {
   Tensor delta;           // [*B, N, T] float32: rowsum(dout * out) - dlse
   Tensor dq_acc;          // [*B, N, T, D] float32
   Tensor dk_acc, dv_acc;  // [*B, K, S, D | Dv] float32, or absent where N == K
-  Tensor order;           // [*B, N, ceil(T / 32) + 1] int32, or absent where not deterministic
+  Tensor order;           // [*B, N, ceil(T / 32) + 1] int32; absent: only where not deterministic
 
   JAX_FLASH2_HD int group() const { return N / K; }
 
