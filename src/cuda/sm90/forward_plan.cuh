@@ -21,6 +21,37 @@ inline int pack_log2(const Problem& p, int rows) {
   return tiles(most) * 10 < tiles(0) * 9 ? most : 0;
 }
 
+// Whether only the device knows how much of a tile there is to do.
+inline bool ragged(const Problem& p) { return p.extras.query_lens.present() || p.extras.key_lens.present(); }
+
+// What tiles of a Config cost, in keys, by a sample of them: a call may have millions.
+struct TileCosts {
+  int64_t longest;
+  bool alike;         // but for the first and the last ones: a window leaves them less to do, which nobody notices
+  double of_a_block;  // of 64 rows, the mean: a consumer walks the keys of its own rows only
+};
+
+template <class Config>
+TileCosts tile_costs(const Problem& p, int pack_log2) {
+  constexpr int kRows = Config::kTile.rows(), kKeys = Config::kTile.keys, kSamples = 16;
+  const Mask mask = Mask::make(p.spec, p.T, p.S);
+  const int64_t rows = int64_t(p.T) << pack_log2, tiles = (rows + kRows - 1) / kRows, blocks = (rows + 63) / 64;
+  const auto keys_met = [&](int64_t row0, int count) {
+    const int64_t last = std::min(row0 + count, rows) - 1;
+    const Tiles met = mask.key_tiles(int(row0 >> pack_log2), int(last >> pack_log2) + 1, kKeys);
+    return int64_t(met.end - met.begin) * kKeys;
+  };
+  int64_t longest = keys_met((tiles - 1) * kRows, kRows), least = INT64_MAX, most = 0, sum = 0;
+  for (int x = 0; x < kSamples; x++) {
+    const auto sampled = [&](int64_t n) { return n * (2 * x + 1) / (2 * kSamples); };
+    const int64_t tile = sampled(tiles), met = keys_met(tile * kRows, kRows);
+    longest = std::max(longest, met);
+    if (tile >= tiles / 4 && tile <= tiles * 3 / 4) least = std::min(least, met), most = std::max(most, met);
+    sum += keys_met(sampled(blocks) * 64, 64);
+  }
+  return {longest, !ragged(p) && least >= most, double(sum) / kSamples};
+}
+
 // A call cut into tiles for the current device, and when it would finish.
 struct Cut {
   int pack_log2;
@@ -32,39 +63,18 @@ struct Cut {
 template <class Config>
 Status cut_into_tiles(const Problem& p, Cut* cut) {
   constexpr ForwardTile kTile = Config::kTile;
-  constexpr int kRows = kTile.rows(), kKeys = kTile.keys;
-  // What a block spends between two tiles, as measured: in keys of a tile.
-  constexpr int kTurnRound = 166;
+  constexpr int kRows = kTile.rows();
   const int pack = pack_log2(p, kRows);
   const int64_t rows = int64_t(p.T) << pack, tiles = (rows + kRows - 1) / kRows;
   const int64_t heads = int64_t(p.B) * (p.N >> pack), sms = device_attribute(cudaDevAttrMultiProcessorCount);
   if (tiles * heads > INT32_MAX - sms) return {"more query tiles than the forward counts"};
-  const int64_t workers = std::min(sms, tiles * heads);
+  const int64_t workers = std::min(sms, tiles * heads), turns = (tiles * heads + workers - 1) / workers;
 
-  const Mask mask = Mask::make(p.spec, p.T, p.S);
-  const auto keys_met = [&](int64_t row0, int rows_met) {
-    const int64_t last = std::min(row0 + rows_met, rows) - 1;
-    const Tiles met = mask.key_tiles(int(row0 >> pack), int(last >> pack) + 1, kKeys);
-    return int64_t(met.end - met.begin) * kKeys;
-  };
-  // A sample of tiles tells whether they are alike and how long the longest is. The first and the last ones do not count
-  // for the former: a window leaves them less to do, which nobody notices. A consumer walks the keys of its own rows only.
-  constexpr int kSamples = 16;
-  int64_t longest = keys_met((tiles - 1) * kRows, kRows), least = INT64_MAX, most = 0, sum = 0;
-  for (int x = 0; x < kSamples; x++) {
-    const int64_t tile = tiles * (2 * x + 1) / (2 * kSamples), met = keys_met(tile * kRows, kRows);
-    longest = std::max(longest, met);
-    if (tile >= tiles / 4 && tile <= tiles * 3 / 4) least = std::min(least, met), most = std::max(most, met);
-    const int64_t blocks = (rows + 63) / 64;
-    sum += keys_met(blocks * (2 * x + 1) / (2 * kSamples) * 64, 64);
-  }
-  const bool ragged = p.extras.query_lens.present() || p.extras.key_lens.present();
-  const bool even = !ragged && least >= most;
-
-  const double tile_time = kRows * (longest / kTile.rate + kTurnRound);
-  const double all = heads * (double(rows) * sum / kSamples / kTile.rate + double(tiles) * kRows * kTurnRound);
-  const int64_t turns = (tiles * heads + workers - 1) / workers;
-  cut->time = even ? turns * tile_time : std::max(tile_time, all / workers);
+  const TileCosts costs = tile_costs<Config>(p, pack);
+  constexpr int kTurnRound = 166;  // what a block spends between two tiles, as measured, in keys
+  const double tile_time = kRows * (costs.longest / kTile.rate + kTurnRound);
+  const double all = heads * (rows * costs.of_a_block / kTile.rate + double(tiles) * kRows * kTurnRound);
+  cut->time = costs.alike ? turns * tile_time : std::max(tile_time, all / workers);
 
   // Tiles that cost the same stay together head by head, which spreads what comes from memory over the whole run. Others
   // are walked longest first over as many heads as fit L2, for K and V are to stay there. Few of them need no queue, whose
@@ -72,11 +82,11 @@ Status cut_into_tiles(const Problem& p, Cut* cut) {
   constexpr int kElementBytes = 2, kMostTogether = 16, kFewTurns = 4;
   const int64_t key_head_bytes = int64_t(p.S) * (p.D + p.Dv) * kElementBytes + 1, key_heads = int64_t(p.B) * p.K;
   const int64_t fitting = device_attribute(cudaDevAttrL2CacheSize) * int64_t(2) / 3 / key_head_bytes;
-  cut->queued = !even && turns > 1 && (ragged || turns > kFewTurns || fitting < key_heads);
-  const int64_t most_together = even ? 1 : std::min<int64_t>(cut->queued ? kMostTogether : key_heads, key_heads);
-  const int64_t together = std::clamp<int64_t>(fitting, 1, most_together);
+  cut->queued = !costs.alike && turns > 1 && (ragged(p) || turns > kFewTurns || fitting < key_heads);
+  const int64_t most = costs.alike ? 1 : cut->queued ? std::min<int64_t>(kMostTogether, key_heads) : key_heads;
+  const int64_t together = std::clamp<int64_t>(fitting, 1, most) * (p.group() >> pack);
   cut->pack_log2 = pack;
-  cut->schedule = {uint32_t(tiles), uint32_t(heads), uint32_t(together * (p.group() >> pack)), uint32_t(workers), even};
+  cut->schedule = {uint32_t(tiles), uint32_t(heads), uint32_t(together), uint32_t(workers), costs.alike};
   return {};
 }
 
