@@ -1,7 +1,7 @@
 // Proves the laws of src/core without a GPU: every range of Mask against `visible` by exhaustion, Score against its
-// formula and finite differences, and the index arithmetic of Problem; and that the Hopper forward's schedule misses no
-// tile. Built by g++ and by nvcc, whose host compiler,
-// and front end for device code, must read the same headers the same way.
+// formula and finite differences, and the index arithmetic of Problem; and that the Hopper kernels' schedules miss no
+// tile. Built by g++ and by nvcc, whose host compiler, and front end for device code, must read the same headers the same
+// way.
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/problem.h"
+#include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/schedule.h"
 
 namespace jax_flash2 {
@@ -271,6 +272,33 @@ void check_schedule() {
         }
 }
 
+// Every tile of every head is a step of one block's list, and each unit of a list ends once, with its last tile.
+void check_fixed_lists() {
+  using cuda::sm90::FixedLists;
+  for (uint32_t tiles : {1u, 2u, 3u, 7u, 86u})
+    for (uint32_t heads : {1u, 4u, 24u, 100u})
+      for (uint32_t resident : {1u, 4u, 132u})
+        for (int kind = 0; kind < 4; kind++) {
+          const bool even = kind % 2, together = kind / 2;
+          const FixedLists lists = FixedLists::make(tiles, heads, even, resident, together);
+          std::vector<int> met(tiles * heads);
+          uint32_t ends = 0;
+          for (uint32_t block = 0; block < lists.blocks(); block++) {
+            uint32_t last = 0;
+            for (int step = 0; step < lists.steps(block); step++) {
+              const FixedLists::Place at = lists.place(block, step);
+              if (at.tile < 0) continue;
+              met[at.head * tiles + at.tile]++, last = at.ends_unit, ends += at.ends_unit;
+            }
+            expect(last == 1 || !together, {}, "a list of %u x %u does not end with its last unit", tiles, heads);
+          }
+          const auto once = [](int n) { return n == 1; };
+          expect(std::all_of(met.begin(), met.end(), once), {}, "lists of %u x %u for %u", tiles, heads, resident);
+          if (together)
+            expect(lists.blocks() <= resident && ends == lists.units(), {}, "units of %u x %u", tiles, heads);
+        }
+}
+
 }  // namespace
 
 #if defined(__CUDACC__)
@@ -294,6 +322,7 @@ int main() {
   using namespace jax_flash2;
   exhaust_masks(7);
   check_schedule();
+  check_fixed_lists();
   sample_masks(300);
   check_make();
   check_score();

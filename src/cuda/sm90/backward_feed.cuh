@@ -26,10 +26,10 @@ __device__ __forceinline__ void walk(uint32_t shared, const Enter& enter, const 
     if (at.tiles.begin < at.tiles.end) {
       enter(at);
 #pragma unroll 1
-      for (int n = at.n_begin; n < plans.n_end(); n++) {
-        const Tiles tiles = plans.tiles();
+      for (int place = at.tiles.begin; place < plans.tiles().end; place++) {
+        const int m = plans.query_tile(place);
 #pragma unroll 1
-        for (int m = tiles.begin; m < tiles.end; m++) visit(plans, n, m);
+        for (int n = plans.n_begin(); n < plans.n_end(); n++) visit(plans, n, m);
       }
     }
     leave(plans);
@@ -91,10 +91,10 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
     load(VTile{}, Shared::kV, tensors.v.map, k_row, at.k_head, tensors.v.batch(at.b), k_ring.full(), ptx::kEvictFirst);
     k_ring.next();
 #pragma unroll 1
-    for (int n = at.n_begin; n < at.n_end; n++) {
+    for (int place = at.tiles.begin; place < at.tiles.end; place++) {
+      const int row = (at.flip < 0 ? place : at.flip - place) * Config::kTile.queries;
 #pragma unroll 1
-      for (int m = at.tiles.begin; m < at.tiles.end; m++) {
-        const int row = m * Config::kTile.queries;
+      for (int n = at.n_begin; n < at.n_end; n++) {
         q_ring.wait_empty();
         ptx::mbarrier_arrive_expect_tx(q_ring.full(), QTile::kBytes);
         load(QTile{}, Shared::kQ + q_ring.stage * QTile::kBytes, tensors.q.map, row, n, q_batch, q_ring.full(),

@@ -133,7 +133,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     }
   }
 
-  __device__ __forceinline__ void end_of_head() {}
+  __device__ __forceinline__ void end_of_tile() {}
 
   // Out through the places of dQ and dS.
   __device__ __forceinline__ void finish(const KeyTile& at) {

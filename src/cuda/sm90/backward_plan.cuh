@@ -78,7 +78,8 @@ struct BackwardSchedule {
   uint32_t resident;  // blocks that the device runs at once
   bool ordered;       // blocks draw tickets, and add to dQ in the tickets' order,
   bool descending;    // the last keys first
-  bool chores;        // blocks do what else would be kernels before and after this one; all are resident
+  bool backwards;  // queries are walked from the last one on: blocks of a causal mask then read the same ones at a time
+  bool chores;     // blocks do what else would be kernels before and after this one; all are resident
 
   struct Place {
     int tile, part, head;  // tile -1: nothing to do; head: key head and batch row together
@@ -109,8 +110,9 @@ struct KeyTile {
   int tile, batch_row, k_head, n_begin, n_end;
   Batch b;
   Mask mask;
-  Tiles tiles;
+  Tiles tiles;  // in the order in which they are walked
   int ends_unit;
+  int flip;  // the sum of a query tile and its place in that order, or -1: they are the same
 
   template <int kKeys, int kQueries>
   __device__ __forceinline__ void find(const Problem& p, const BackwardSchedule& schedule,
@@ -126,6 +128,10 @@ struct KeyTile {
     const Range live = mask.live_queries();
     tiles.full_begin = clamp_((live.begin + kQueries - 1) / kQueries, tiles.full_begin, tiles.full_end);
     if (live.end != p.T) tiles.full_end = clamp_(live.end / kQueries, tiles.full_begin, tiles.full_end);
+    flip = schedule.backwards ? tiles.begin + tiles.end - 1 : -1;
+    if (schedule.backwards) {
+      tiles = {tiles.begin, flip + 1 - tiles.full_end, flip + 1 - tiles.full_begin, tiles.end};
+    }
   }
 };
 
@@ -183,7 +189,7 @@ struct Plans {
     put(1, at.mask.right, at.mask.off, at.batch_row, at.k_head);
     put(2, at.tiles.begin, at.tiles.full_begin, at.tiles.full_end, at.tiles.end);
     put(3, at.n_begin, at.n_end, at.b.at[0], at.b.at[1]);
-    put(4, at.b.at[2], at.b.at[3], at.ends_unit, 0);
+    put(4, at.b.at[2], at.b.at[3], at.ends_unit, at.flip);
     ptx::mbarrier_arrive(ring.full());
     ring.next();
   }
@@ -202,7 +208,8 @@ struct Plans {
             {{int(d.z), int(d.w), int(e.x), int(e.y)}},
             {int(a.y), int(a.z), int(a.w), int(c.x), int(c.y)},
             tiles(),
-            int(e.z)};
+            int(e.z),
+            int(e.w)};
   }
   // Its mask and tile alone.
   __device__ __forceinline__ KeyTile masked() const {
@@ -217,6 +224,12 @@ struct Plans {
     const uint4 x = get(2);
     return {int(x.x), int(x.y), int(x.z), int(x.w)};
   }
+  // Which query tile is walked as the `place`-th.
+  __device__ __forceinline__ int query_tile(int place) const {
+    const int flip = int(ptx::ld_shared_b32(slot() + 4 * 16 + 12));
+    return flip < 0 ? place : flip - place;
+  }
+  __device__ __forceinline__ int n_begin() const { return int(ptx::ld_shared_b32(slot() + 3 * 16)); }
   __device__ __forceinline__ int n_end() const { return int(ptx::ld_shared_b32(slot() + 3 * 16 + 4)); }
   __device__ __forceinline__ void done() {
     __syncwarp();
@@ -256,6 +269,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   schedule->parts = uint32_t(parts), schedule->resident = uint32_t(resident);
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
+  schedule->backwards = schedule->first_long && !schedule->ordered;
   schedule->descending = p.spec.window_right >= 0;  // under a causal mask the last keys are first at any query
   // With many keys a query the chores are nothing beside the products; and a head's tiles must be done in few steps.
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&
