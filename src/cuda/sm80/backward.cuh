@@ -189,12 +189,12 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
   __syncthreads();  // the bases are there
 
-  const CopyQ copy_q(p.D), copy_dout(p.Dv);
+  const CopyQ copy_q;
   const auto load = [&](QueryStep at, uint32_t stage) {
     const auto* const q_g = reinterpret_cast<const Element*>(base(kQ)) + at.n * p.q.head;
     const auto* const dout_g = reinterpret_cast<const Element*>(base(kDoutBase)) + at.n * p.dout.head;
-    copy_q.load(q_s + stage, q_g, p.q.row, at.tile * Config::kTile.queries, live_q);
-    copy_dout.load(q_s + stage + kDout, dout_g, p.dout.row, at.tile * Config::kTile.queries, live_q);
+    copy_q.load(q_s + stage, q_g, p.q.row, p.D, at.tile * Config::kTile.queries, live_q);
+    copy_q.load(q_s + stage + kDout, dout_g, p.dout.row, p.Dv, at.tile * Config::kTile.queries, live_q);
     ptx::cp_async_commit_group();
   };
   // The first threads bring lse, the next ones delta, and turn them into what a step wants only when it is over: it need
@@ -403,9 +403,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     parity ^= 1;
   };
 
-  const CopyK copy_k(p.D), copy_v(p.Dv);
-  copy_k.load(k_s, p.k.at<const Element>(b, k_head), p.k.row, j0, live_k);
-  copy_v.load(v_s, p.v.at<const Element>(b, k_head), p.v.row, j0, live_k);
+  const CopyK copy_k;
+  copy_k.load(k_s, p.k.at<const Element>(b, k_head), p.k.row, p.D, j0, live_k);
+  copy_k.load(v_s, p.v.at<const Element>(b, k_head), p.v.row, p.Dv, j0, live_k);
   QueryStep at{n_begin, tiles.begin};
   load(at, 0);
   publish_statistic(read_statistic(at));
@@ -452,8 +452,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     }
   }
   __syncthreads();  // rows are stored by other warps than wrote them
-  copy_k.store(dk_g, p.dk.row, j0, p.S, k_s);
-  copy_v.store(dv_g, p.dv.row, j0, p.S, v_s);
+  copy_k.store(dk_g, p.dk.row, p.D, j0, p.S, k_s);
+  copy_k.store(dv_g, p.dv.row, p.Dv, j0, p.S, v_s);
 }
 
 // What a launch needs to know of the device.

@@ -81,17 +81,17 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
   const Element* const k_g = p.k.at<const Element>(b, n / p.group());
   const Element* const v_g = p.v.at<const Element>(b, n / p.group());
-  const CopyK copy_k(p.D), copy_v(p.Dv);
+  const CopyK copy_kv;
   const auto load_k = [&](int kv_tile) {
-    copy_k.load(k_s + stage(kv_tile), k_g, p.k.row, kv_tile * kKeys, live_k);
+    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, p.D, kv_tile * kKeys, live_k);
     ptx::cp_async_commit_group();
   };
   const auto load_v = [&](int kv_tile) {
-    copy_v.load(v_s + stage(kv_tile), v_g, p.v.row, kv_tile * kKeys, live_k);
+    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, p.Dv, kv_tile * kKeys, live_k);
     ptx::cp_async_commit_group();
   };
 
-  CopyQ(p.D).load(q_s, p.q.at<const Element>(b, n), p.q.row, row0, live_q);
+  CopyQ().load(q_s, p.q.at<const Element>(b, n), p.q.row, p.D, row0, live_q);
   load_k(tiles.end - 1);
   if (kStages > 1) load_v(tiles.end - 1);
 
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     }
   }
   __syncthreads();  // rows are stored by other warps than wrote them
-  CopyQ(p.Dv).store(out_g, p.out.row, row0, p.T, q_s);
+  CopyQ().store(out_g, p.out.row, p.Dv, row0, p.T, q_s);
 }
 
 template <class Config, class Element>

@@ -18,19 +18,15 @@ struct Copy {
   static_assert(kThreads % Tile::kPanelChunks == 0 && kStep % 8 == 0 && Tile::kRows % kStep == 0);
 
   int row;          // this thread's first row of a tile
-  int cols;         // columns of the matrix from this thread's chunk of the first panel on
-  uint32_t offset;  // of that chunk in a tile
+  uint32_t offset;  // of its chunk of the first panel in a tile
 
-  // matrix_cols: a multiple of 8, at most the tile's.
-  __device__ __forceinline__ explicit Copy(int matrix_cols)
-      : row(threadIdx.x / Tile::kPanelChunks),
-        cols(matrix_cols - int(threadIdx.x) % Tile::kPanelChunks * 8),
-        offset(Tile::offset(row, int(threadIdx.x) % Tile::kPanelChunks)) {}
+  __device__ __forceinline__ Copy()
+      : row(threadIdx.x / Tile::kPanelChunks), offset(Tile::offset(row, int(threadIdx.x) % Tile::kPanelChunks)) {}
 
-  // Starts copying rows [row0, row0 + kRows) of `matrix`, whose rows lie `stride` elements apart. Rows outside `live`
-  // and columns past the matrix are not read; zeros stand for them.
+  // Starts copying rows [row0, row0 + kRows) of `matrix`, whose rows of `cols` elements (a multiple of 8, at most the
+  // tile's) lie `stride` apart. Rows outside `live` and columns past the matrix are not read; zeros stand for them.
   template <class Element>
-  __device__ __forceinline__ void load(uint32_t tile, const Element* matrix, int64_t stride, int row0,
+  __device__ __forceinline__ void load(uint32_t tile, const Element* matrix, int64_t stride, int cols, int row0,
                                        Range live) const {
     const Element* from = matrix + (row0 + row) * stride + threadIdx.x % Tile::kPanelChunks * 8;
     const unsigned span = max_(live.end - live.begin, 0), first = row0 + row - live.begin;
@@ -40,7 +36,7 @@ struct Copy {
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanels; panel++) {
         ptx::cp_async_16(tile + offset + panel * Tile::kPanelBytes + pass * kStep * Tile::kRowBytes,
-                         from + panel * Tile::kPanelCols, in && panel * Tile::kPanelCols < cols ? 16 : 0);
+                         from + panel * Tile::kPanelCols, in && holds(panel, cols) ? 16 : 0);
       }
       from += kStep * stride;
     }
@@ -48,20 +44,27 @@ struct Copy {
 
   // Writes rows [row0, row0 + kRows) of `matrix` that lie below `rows`, and its own columns only, from a tile.
   template <class Element>
-  __device__ __forceinline__ void store(Element* matrix, int64_t stride, int row0, int rows, uint32_t tile) const {
+  __device__ __forceinline__ void store(Element* matrix, int64_t stride, int cols, int row0, int rows,
+                                        uint32_t tile) const {
     Element* to = matrix + (row0 + row) * stride + threadIdx.x % Tile::kPanelChunks * 8;
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
       if (row0 + row + pass * kStep < rows) {
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; panel++) {
-          if (panel * Tile::kPanelCols < cols)
+          if (holds(panel, cols))
             *reinterpret_cast<uint4*>(to + panel * Tile::kPanelCols) =
                 ptx::ld_shared_v4(tile + offset + panel * Tile::kPanelBytes + pass * kStep * Tile::kRowBytes);
         }
       }
       to += kStep * stride;
     }
+  }
+
+ private:
+  // Whether this thread's chunk of a panel lies inside the matrix.
+  static __device__ __forceinline__ bool holds(int panel, int cols) {
+    return panel * Tile::kPanelCols + int(threadIdx.x) % Tile::kPanelChunks * 8 < cols;
   }
 };
 
