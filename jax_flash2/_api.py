@@ -61,9 +61,8 @@ def attention(
     A query that reads no key gets out 0 and lse -inf (with a sink: lse = sink) and adds nothing to any gradient. Keys
     that no query may read, and queries that read no key, may hold NaN. Only a true -inf in `bias` removes a key.
 
-    Served by the kernels today: is_causal, causal_alignment, local_window_size, scale, logits_soft_cap, sequence
-    lengths, grouped heads, deterministic, return_residual. bias, mask, alibi_slopes, sinks, segment ids and dropout
-    raise NotImplementedError unless implementation="reference".
+    The CPU kernels serve every keyword. The CUDA kernels do not serve bias, mask, alibi_slopes, sinks, segment ids and
+    dropout yet: there these raise NotImplementedError unless implementation="reference".
 
     Args:
       query: [*B, T, N, D]; bfloat16, float16, float32 or float64, the last two on CPU only. 1 <= D, Dv <= 256.
@@ -222,24 +221,6 @@ def _four_axes(x: jax.Array) -> jax.Array:
 
 
 def _refuse_what_kernels_lack(call: _checks.Call, implementation: str | None) -> None:
-    lacking = [
-        name
-        for name, given in (
-            ("bias", call.bias is not None),
-            ("mask", call.mask is not None),
-            ("alibi_slopes", call.alibi_slopes is not None),
-            ("sinks", call.sinks is not None),
-            ("query_segment_ids and key_value_segment_ids", call.query_ids is not None),
-            (f"dropout_rate = {call.dropout_rate}", call.dropout_rate > 0),
-        )
-        if given
-    ]
-    if lacking:
-        raise NotImplementedError(
-            f"{', '.join(lacking)}: not served by the kernels yet. They serve is_causal, local_window_size, scale, "
-            "logits_soft_cap, sequence lengths and grouped heads. "
-            'implementation="reference" serves every keyword, with O(T S) memory.'
-        )
     if implementation == "cuda" and call.query.dtype.name not in ("bfloat16", "float16"):
         raise NotImplementedError(
             f"query has dtype {call.query.dtype}, but the CUDA kernels serve bfloat16 and float16. Cast query, key and "
@@ -258,9 +239,29 @@ def _spec(call: _checks.Call, deterministic: bool) -> AttentionSpec:
         window_right=right,
         bottom_right=call.bottom_right,
         deterministic=deterministic,
+        dropout_rate=call.dropout_rate,
     )
 
 
 def _extras(call: _checks.Call) -> Extras:
-    scale = call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None
-    return Extras(scale=scale, query_lens=call.query_lengths, key_lens=call.key_lengths)
+    real = jnp.float64 if call.query.dtype == jnp.float64 else jnp.float32
+    slopes, sinks = (None if x is None else x.astype(real) for x in (call.alibi_slopes, call.sinks))
+    bias, seeds = call.bias, None
+    if bias is not None and bias.dtype.name not in _checks.DTYPES:
+        bias = bias.astype(jnp.float32)  # the kernels read no 8-bit numbers
+    if call.dropout_rate > 0:
+        assert call.dropout_rng is not None, "checked"
+        own = (*call.query.shape[:-3], call.query.shape[-2])  # a seed for each batch row and head
+        seeds = jax.random.bits(call.dropout_rng, (*((1,) * len(own) if call.dropout_shared else own), 2), jnp.uint32)
+    return Extras(
+        scale=call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None,
+        query_lens=call.query_lengths,
+        key_lens=call.key_lengths,
+        mask=call.mask,
+        query_ids=call.query_ids,
+        key_ids=call.key_ids,
+        bias=bias,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        seeds=seeds,
+    )

@@ -1,10 +1,11 @@
 """Every array of a call, once: which axes it has, of what dtype, in which order the handlers take and give it.
 
-Each is [*B, axes] with the same number of leading batch axes, each full or 1; results are always full. The types, vmap
-rules and custom calls of the primitives follow from the table. Mirrors src/ffi/decode.cc; runs nothing.
+Each is [*B, axes] with the same number of leading batch axes, each full or 1; results are full, but for slots of an
+operand's own shape. The types, vmap rules and custom calls of the primitives follow from the table. Mirrors
+src/ffi/decode.cc; runs nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ from jax_flash2._spec import EXTRAS, Extras
 
 
 class _Array(NamedTuple):
-    axes: str  # letters as in src/core/problem.h; V is Dv, O counters of what is done of a head
-    dtype: str  # "io": that of q; "real": float64 where q is float64, else float32; or a name
+    axes: str  # letters as in src/core/problem.h; V is Dv, O counters of what is done of a head, W the words of a seed
+    dtype: str  # "io": that of q; "real": float64 where q is float64, else float32; "float": its own; or a name
 
 
 ARRAYS = {
@@ -36,10 +37,17 @@ ARRAYS = {
     "dv_acc": _Array("KSV", "float32"),
     "order": _Array("NO", "int32"),
     **{name: _Array(x.axes, x.dtype) for name, x in EXTRAS._asdict().items()},
-    **{f"d{name}": _Array(x.slot, "float32") for name, x in EXTRAS._asdict().items() if x.slot != "-"},
+    **{
+        f"d{name}": _Array(x.axes if x.slot == "=" else x.slot, x.slot_dtype)
+        for name, x in EXTRAS._asdict().items()
+        if x.slot != "-"
+    },
 }
 WORKSPACES = ("queue", "delta", "dq_acc", "dk_acc", "dv_acc", "order")
 SLOTS = tuple(f"d{name}" for name in Extras._fields)
+# Gradients that are shared as their operands are: a device, or a vmapped instance, that has part of what shares an
+# element has part of its sum.
+LIKE_OPERANDS = {f"d{name}": name for name, x in EXTRAS._asdict().items() if x.slot == "="}
 
 # By primitive, in the handlers' order. What a call lacks is passed as an array of size zero.
 OPERANDS = {
@@ -66,16 +74,22 @@ class Dims:
         q, k, v = (self.avals[name] for name in "qkv")
         self.rank = len(q.shape) - 3  # how many batch axes
         self.sizes = dict(zip("TNDSKV", (*q.shape[-3:], *k.shape[-3:-1], v.shape[-1]), strict=True))
+        self.sizes["W"] = 2
         self.sizes["O"] = (self.sizes["T"] + 31) // 32 + 1
         self.batch = tuple(_full([x.shape[i] for x in avals]) for i in range(self.rank))
 
     def shape(self, name: str) -> tuple[Any, ...]:
+        """Of a result, or of what a full operand would be."""
+        if name in LIKE_OPERANDS:
+            return tuple(self.avals[LIKE_OPERANDS[name]].shape)
         return (*self.batch, *(self.sizes[letter] for letter in ARRAYS[name].axes))
 
     def dtype(self, name: str) -> np.dtype[Any]:
         io = np.dtype(self.avals["q"].dtype)
         real = np.dtype("float64" if io == np.float64 else "float32")
         kind = ARRAYS[name].dtype if name in ARRAYS else "float32"
+        if kind == "float":
+            return np.dtype(self.avals[name].dtype if name in self.avals else "float32")
         return io if kind == "io" else real if kind == "real" else np.dtype(kind)
 
     def aval(self, name: str) -> Any:
@@ -85,16 +99,27 @@ class Dims:
     def absent(self, name: str) -> Any:
         return _compat.aval_like(self.avals["q"], (0,), self.dtype(name))
 
+    def axes(self, name: str, shape: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
+        """Each axis of an array, a batch axis by its number, another by its letter; and whether it is full."""
+        for i, size in enumerate(self.batch):
+            yield i, shape[i] == size
+        for letter, size in zip(ARRAYS[name].axes, shape[self.rank :], strict=True):
+            yield letter, size == self.sizes[letter]
+
     def _spec(self, name: str) -> list[Any]:
         """How a result is split over an Explicit mesh: along batch and heads, as the operand that it resembles."""
         specs = {other: _compat.sharding_spec(x) for other, x in self.avals.items()}
         model = {"dk": "k", "dv": "v"}.get(name, "q")
         heads = {"N": specs["q"][-2], "K": specs["v" if model == "v" else "k"][-2]}
         spec: list[Any] = []
-        for i, size in enumerate(self.batch):
-            full = next(other for other in (model, *self.avals) if self.avals[other].shape[i] == size)
-            spec.append(specs[full][i])
-        return _without_repeats([*spec, *(heads.get(letter) for letter in ARRAYS[name].axes)])
+        for axis, full in self.axes(name, self.shape(name)):
+            if not full or isinstance(axis, str):
+                spec.append(heads.get(axis) if full else None)
+            else:
+                size = self.batch[axis]
+                like = next(other for other in (model, *self.avals) if self.avals[other].shape[axis] == size)
+                spec.append(specs[like][axis])
+        return _without_repeats(spec)
 
 
 def _full(sizes: Sequence[Any]) -> Any:

@@ -41,6 +41,7 @@ class Call(NamedTuple):
     key_ids: jax.Array | None  # [*#B, S] int32, -1: padding
     dropout_rate: float
     dropout_rng: jax.Array | None
+    dropout_shared: bool = False  # by all batch rows and heads
 
 
 def check(

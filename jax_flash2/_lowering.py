@@ -6,6 +6,7 @@ run: a program may be compiled here and run elsewhere.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,15 @@ from jax_flash2 import _compat, _native, _sharding
 from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
+_CUDA_LACKS = {
+    "mask": "mask",
+    "query_ids": "segment ids",
+    "key_ids": "segment ids",
+    "bias": "bias",
+    "alibi_slopes": "alibi_slopes",
+    "sinks": "sinks",
+    "seeds": "dropout",
+}
 TARGETS = {"flash_forward": "jax_flash2_forward_v1", "flash_backward": "jax_flash2_backward_v1"}
 
 
@@ -38,7 +48,7 @@ def lower(
         )
     dims = Dims(operands, ctx.avals_in)
     if platform == "cuda":
-        _check_cuda(primitive, dims)
+        _check_cuda(primitive, dims, operands)
         if any(_padding(dims.sizes[axis]) for axis in "DV"):
             padded = functools.partial(_padded, primitive, operands)
             return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
@@ -91,7 +101,13 @@ def _is_wide(name: str) -> bool:
     return ARRAYS[name].axes[-1:] in ("D", "V")
 
 
-def _check_cuda(primitive: Any, dims: Dims) -> None:
+def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str]) -> None:
+    lacking = list(dict.fromkeys(feature for name, feature in _CUDA_LACKS.items() if name in operands))
+    if lacking:
+        raise NotImplementedError(
+            f"attention on CUDA does not serve {', '.join(lacking)} yet: run it on CPU, or choose "
+            "implementation='reference', which needs O(T S) memory"
+        )
     served = {"bfloat16": "bf16", "float16": "f16"}
     dtype = str(dims.avals["q"].dtype)
     if dtype not in served:

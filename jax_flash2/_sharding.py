@@ -8,7 +8,8 @@ is split along them is gathered. Knows nothing of handlers; in a piece the primi
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jax.experimental.custom_partitioning import (
 )
 
 from jax_flash2 import _compat
-from jax_flash2._arrays import ARRAYS, Dims, results_of
+from jax_flash2._arrays import ARRAYS, LIKE_OPERANDS, Dims, results_of
 
 _VERSION = version("jax_flash2")
 
@@ -41,19 +42,17 @@ def partitioned(primitive: Any, operands: tuple[str, ...], avals: Sequence[Any],
     def partition(_: Any, args: Sequence[Any], outs: Sequence[Any]) -> Any:
         # Where the choices differ, the array that is cut into most pieces decides.
         candidates = zip((*results, *operands), (*outs, *args[:-1]), strict=True)
-        cuts = [_Cut.of(name, x, dims) for name, x in candidates if ("N", True) in _axes(name, x.shape, dims)]
+        cuts = [_Cut.of(name, x, dims) for name, x in candidates if ("N", True) in dims.axes(name, x.shape)]
         cut = max(cuts, key=lambda cut: cut.pieces)
-        groups = cut.groups()
-        if primitive.name == "flash_backward" and groups and cut.devices.size != devices:
-            cut = cut.without_groups()  # inside a shard_map over other axes, whose devices are not known here
-            groups = None
+        if cut.devices.size != devices:  # inside a shard_map over other axes, whose devices are not known here
+            cut = cut.without({axis for name in results for axis in _summed(name, dims)})
+        groups = [cut.groups(_summed(name, dims)) for name in results]
 
         def piece(*xs: Any) -> Any:
             outs = primitive.bind(*xs[:-1], operands=operands, **params)
             return [
-                # Devices with query heads of the same key head have each a part of that key head's gradient.
-                _compat.sum_over_groups(x, groups) if groups and name in ("dk", "dv") else x
-                for name, x in zip(results, outs, strict=True)
+                x if between is None else _compat.sum_over_groups(x, between)
+                for x, between in zip(outs, groups, strict=True)
             ]
 
         mesh = jax.sharding.AbstractMesh((devices,), ("all",))
@@ -85,7 +84,7 @@ def _rule(operands: Sequence[str], results: Sequence[str], dims: Dims) -> SdySha
         return query_heads if axis == "N" else f"b{axis}" if isinstance(axis, int) else axis.lower()
 
     def mapping(name: str, shape: Sequence[Any]) -> ArrayMapping:
-        factors = itertools.starmap(factor, _axes(name, shape, dims))
+        factors = itertools.starmap(factor, dims.axes(name, shape))
         return ArrayMapping(*factors)  # type: ignore[no-untyped-call]
 
     letters = dict.fromkeys(letter for name in (*operands, *results) for letter in ARRAYS[name].axes)
@@ -99,12 +98,16 @@ def _rule(operands: Sequence[str], results: Sequence[str], dims: Dims) -> SdySha
     )
 
 
-def _axes(name: str, shape: Sequence[Any], dims: Dims) -> Iterator[tuple[Any, bool]]:
-    """Each axis of an array, a batch axis by its number, another by its letter, and whether it is full or shared."""
-    for i, size in enumerate(dims.batch):
-        yield i, shape[i] == size
-    for letter, size in zip(ARRAYS[name].axes, shape[dims.rank :], strict=True):
-        yield letter, size == dims.sizes[letter]
+def _summed(name: str, dims: Dims) -> set[int]:
+    """The axes of a cut along which pieces have each a part of a result, or nothing: the query heads of one key head
+    for that key head's gradient, and what shares an element for that of an operand."""
+    by_key, by_group = dims.rank, dims.rank + 1
+    if name in ("dk", "dv"):
+        return {by_group}
+    if name not in LIKE_OPERANDS:
+        return set()
+    shared = {axis for axis, full in dims.axes(name, dims.shape(name)) if not full}
+    return {axis for axis in shared if isinstance(axis, int)} | ({by_key, by_group} if "N" in shared else set())
 
 
 class _Cut(NamedTuple):
@@ -133,21 +136,29 @@ class _Cut(NamedTuple):
     def pieces(self) -> int:
         return math.prod(self.devices.shape[:-1])
 
-    def without_groups(self) -> "_Cut":
-        *batch, by_key, by_group, copies = self.devices.shape
-        return _Cut(self.devices.reshape(*batch, by_key, 1, by_group * copies))
+    def without(self, axes: AbstractSet[int]) -> "_Cut":
+        """These axes whole, on each of the devices that had a piece."""
+        kept = [1 if axis in axes else size for axis, size in enumerate(self.devices.shape[:-1])]
+        return _Cut(self._last(axes).reshape(*kept, -1))
 
-    def groups(self) -> list[list[int]] | None:
-        """The devices between which the query heads of one key head are spread; None where they are together."""
-        if self.devices.shape[-2] == 1:
+    def groups(self, axes: AbstractSet[int]) -> list[list[int]] | None:
+        """The devices between which what lies along these axes is spread; None where it is together."""
+        size = math.prod(self.devices.shape[axis] for axis in axes)
+        if size == 1:
             return None
-        return np.moveaxis(self.devices, -2, -1).reshape(-1, self.devices.shape[-2]).tolist()
+        copies = self.devices.shape[-1]
+        return np.moveaxis(self._last(axes).reshape(-1, size, copies), -1, -2).reshape(-1, size).tolist()
+
+    def _last(self, axes: AbstractSet[int]) -> np.ndarray:
+        """The devices with these axes behind the others, before the copies."""
+        order = [i for i in range(self.devices.ndim - 1) if i not in axes] + sorted(axes) + [self.devices.ndim - 1]
+        return np.transpose(self.devices, order)
 
     def sharding(self, name: str, shape: Sequence[Any], dims: Dims) -> Any:
         """How the array `name` is cut; along the others of its axes it is whole."""
         cut, rank = self.devices, dims.rank
         where: dict[Any, list[int]] = {i: [i] for i in range(rank)} | {"N": [rank, rank + 1], "K": [rank]}
-        axes = [where.get(axis, []) if full else [] for axis, full in _axes(name, shape, dims)]
+        axes = [where.get(axis, []) if full else [] for axis, full in dims.axes(name, shape)]
         used = [i for group in axes for i in group]
         order = used + [i for i in range(cut.ndim) if i not in used]
         tiles = [math.prod(cut.shape[i] for i in group) for group in axes]

@@ -18,26 +18,45 @@ class AttentionSpec:
     window_right: int = -1
     bottom_right: bool = False
     deterministic: bool = False
+    dropout_rate: float = 0.0
 
 
 class Extras(NamedTuple):
     """Optional operands: an array [*#B, axes] each (every axis full or 1), or None where absent."""
 
-    scale: Any = None  # takes the place of AttentionSpec.scale; the only one with a gradient
+    scale: Any = None  # takes the place of AttentionSpec.scale
     query_lens: Any = None
     key_lens: Any = None
+    mask: Any = None
+    query_ids: Any = None
+    key_ids: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    seeds: Any = None  # of dropout
 
 
 class Operand(NamedTuple):
     """What an optional operand looks like. Letters follow the batch axes: see src/core/problem.h for each."""
 
-    dtype: str
+    dtype: str  # "real": float64 where that of q is, else float32; "float": its own, floating; or a name
     axes: str
-    slot: str  # the letters of its gradient's slot in the backward, float32; "-" where it has no gradient
+    slot: str  # the letters of its gradient's slot in the backward; "=": of its own shape; "-": it has no gradient
+
+    @property
+    def slot_dtype(self) -> str:
+        return "real" if self.dtype in ("real", "float") else "float32"
 
 
 EXTRAS = Extras(
     scale=Operand("float32", "", "NT"),
     query_lens=Operand("int32", "", "-"),
     key_lens=Operand("int32", "", "-"),
+    mask=Operand("bool", "NTS", "-"),
+    query_ids=Operand("int32", "T", "-"),
+    key_ids=Operand("int32", "S", "-"),
+    bias=Operand("float", "NTS", "="),
+    alibi_slopes=Operand("real", "N", "NT"),
+    sinks=Operand("real", "N", "NT"),
+    seeds=Operand("uint32", "NW", "-"),
 )

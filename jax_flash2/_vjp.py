@@ -28,7 +28,8 @@ def flash_attention(
     implementation: str | None,
     forward_mode: bool = False,
 ) -> Any:
-    """out [*B, T, N, Dv], or (out, lse [*B, N, T]). Differentiable in query, key, value and extras.scale, through both.
+    """out [*B, T, N, Dv], or (out, lse [*B, N, T]). Differentiable, through both, in query, key, value and the extras
+    that have a slot.
 
     Shapes: query [*B, T, N, D], key [*B, S, K, D], value [*B, S, K, Dv], extras as their class says. Any batch axis may
     be 1 and is then shared. One dtype. forward_mode: for jax.jvp, which a rule for reverse mode forbids; it then has no
@@ -65,7 +66,7 @@ def _backward(
     dout, dlse = cotangent if return_residual else (cotangent, None)
     dq, dk, dv, slots = _ffi.backward(q, k, v, out, lse, dout, dlse, extras, spec, implementation)
     dextras = (
-        None if slot is None else _sum_to(_drop_axes(slot, kind.slot, kind.axes), x)
+        None if slot is None else _sum_to(slot if kind.slot == "=" else _drop_axes(slot, kind.slot, kind.axes), x)
         for slot, kind, x in zip(slots, EXTRAS, extras, strict=True)
     )
     return _sum_to(dq, q), _sum_to(dk, k), _sum_to(dv, v), Extras(*dextras)

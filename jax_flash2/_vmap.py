@@ -11,7 +11,7 @@ import jax
 from jax import numpy as jnp
 
 from jax_flash2 import _compat
-from jax_flash2._arrays import ARRAYS, Dims, results_of
+from jax_flash2._arrays import ARRAYS, LIKE_OPERANDS, Dims, results_of
 from jax_flash2._spec import Extras
 
 _MAX_BATCH_GROUPS = 4  # kMaxBatchAxes of src/core/problem.h
@@ -32,6 +32,11 @@ def batch(primitive: Any, xs: Any, dims: Any, *, operands: tuple[str, ...], **pa
     votes = [d for name, d in zip(operands, dims, strict=True) if d is not None and d <= rank and ARRAYS[name].axes]
     at = max(votes, key=votes.count, default=0)
     xs = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(xs, dims, strict=True)]
+    if primitive.name == "flash_backward":  # each instance has a gradient of its own, also of what they share
+        xs = [
+            jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) if name in LIKE_OPERANDS.values() else x
+            for name, x in zip(operands, xs, strict=True)
+        ]
     outs = primitive.bind(*limit_batch_groups(operands, xs), operands=operands, **params)
     return outs, [at] * len(outs)
 
@@ -54,8 +59,9 @@ def _beside_heads(operands: Sequence[str], xs: Sequence[Any], dims: Sequence[Any
     """Whether the vmapped axis can join the heads by a free reshape: 0 if it stands before them in q, k and v, 1 if
     behind (then key heads must equal query heads, or the groups would be torn), None if it cannot."""
     given = dict(zip(operands, zip(xs, dims, strict=True), strict=True))
-    if any(given[name][1] is not None for name in Extras._fields if name in given):
-        return None  # one value a batch row, but this axis would no longer be one
+    # One value a batch row, but this axis would no longer be one; or one a head, which would be copied.
+    if any(given[name][1] is not None or "N" in ARRAYS[name].axes for name in Extras._fields if name in given):
+        return None
     after, *others = (-1 if d is None else d - rank - 1 for _, d in (given[name] for name in "qkv"))
     if after not in (0, 1) or others != [after, after]:
         return None

@@ -19,10 +19,10 @@ _Heads = tuple[jax.Array, jax.Array, jax.Array]
 class MultiheadAttention(eqx.nn.MultiheadAttention):
     """equinox.nn.MultiheadAttention without its T x S matrix: same arguments, fields and weights, same result.
 
-    One example a call, as there: `jax.vmap(layer)` maps it over a batch, and the kernels still run once. Differs in two
-    points: a query that reads no key gives the output of 0 (there: of the mean of value), and a mask or dropout raises
-    NotImplementedError as long as the kernels do not serve it, unless implementation="reference". Say causal masks,
-    windows and lengths by the keywords that `__call__` has for them.
+    One example a call, as there: `jax.vmap(layer)` maps it over a batch, and the kernels still run once. Differs in one
+    point: a query that reads no key gives the output of 0 (there: of the mean of value). The CUDA kernels serve no mask
+    and no dropout yet: there these raise NotImplementedError, unless implementation="reference". Say causal masks,
+    windows and lengths by the keywords that `__call__` has for them: they cost less than a mask.
     """
 
     def __call__(

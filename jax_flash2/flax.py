@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash2 import _checks
-from jax_flash2._api import attention
+from jax_flash2._api import attend
 
 
 def attention_fn(
@@ -45,9 +45,10 @@ def attention_fn(
 
         nn.MultiHeadDotProductAttention(..., attention_fn=functools.partial(attention_fn, is_causal=True))
 
-    and call the layer without a mask. A mask is not served by the kernels yet and raises NotImplementedError, but for a
-    single query (decode=True, where flax masks the unused part of its cache): that is computed in plain jax.numpy, in
-    memory of the keys' size. Differs from flax in one point: a query that reads no key gives 0, not the mean of value.
+    and call the layer without a mask, which costs less than one. The CUDA kernels serve no mask, bias and dropout yet;
+    a mask for a single query (decode=True, where flax masks the unused part of its cache) is computed in plain
+    jax.numpy, in memory of the keys' size. Differs from flax in one point: a query that reads no key gives 0, not the
+    mean of value.
 
     Args:
       query: [*B, T, N, D].
@@ -55,8 +56,7 @@ def attention_fn(
       value: [*B, S, K, Dv].
       bias: floating, broadcastable to [*B, N, T, S].
       mask: bool, broadcastable to [*B, N, T, S], True where the key takes part.
-      broadcast_dropout, dropout_rng, dropout_rate: as in flax; with dropout only broadcast_dropout=False, and
-        implementation="reference", are served. The elements that are dropped are not those of flax.
+      broadcast_dropout, dropout_rng, dropout_rate: as in flax. The elements that are dropped are not those of flax.
       deterministic: as in flax: no dropout. (Of `attention`'s keyword of that name its gradient has nothing.)
       dtype: query, key and value are cast to it; None: to the dtype they promote to.
       precision, force_fp32_for_softmax: met whatever they ask: products are accumulated, and the softmax is done, in
@@ -82,16 +82,11 @@ def attention_fn(
         if given is not None:
             raise NotImplementedError(f"{name} is {type(given).__name__}; {instead}, or use flax's own attention.")
     rate = 0.0 if deterministic else dropout_rate
-    if rate > 0 and broadcast_dropout:
-        raise NotImplementedError(
-            f"dropout_rate is {rate} with broadcast_dropout=True, one choice for all rows and heads; each row and head "
-            "has its own here: set broadcast_dropout=False."
-        )
     q, k, v = (_checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     dtype = dtype or jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
     if implementation is None and mask is not None and q.ndim >= 3 and q.shape[-3] == 1:
         implementation = "reference"  # one query: its row of scores is no larger than a head of the keys
-    return attention(
+    call = _checks.check(
         q.astype(dtype),
         k.astype(dtype),
         v.astype(dtype),
@@ -102,12 +97,17 @@ def attention_fn(
         causal_alignment=causal_alignment,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        alibi_slopes=None,
+        sinks=None,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=None,
+        key_value_segment_ids=None,
         dropout_rate=rate,
         dropout_rng=dropout_rng if rate > 0 else None,
-        implementation=implementation,
     )
+    call = call._replace(dropout_shared=broadcast_dropout)
+    return attend(call, deterministic=False, return_residual=False, implementation=implementation)
 
 
 def _with_axes(name: str, x: ArrayLike | None, ndim: int) -> jax.Array | None:

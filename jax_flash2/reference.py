@@ -192,7 +192,8 @@ def _dropout(call: _checks.Call, p: jax.Array) -> jax.Array:
         return p
     assert call.dropout_rng is not None, "checked"
     *batch_and_heads, T, S = p.shape
-    seeds = jax.random.bits(call.dropout_rng, (*batch_and_heads, 2), jnp.uint32)
+    own = (1,) * len(batch_and_heads) if call.dropout_shared else batch_and_heads
+    seeds = jax.random.bits(call.dropout_rng, (*own, 2), jnp.uint32)
     words = dropout_words(seeds, T, S)
     threshold = round(call.dropout_rate * 2**32)
     kept = words >= jnp.uint32(threshold) if threshold < 2**32 else jnp.zeros_like(words, bool)

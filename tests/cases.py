@@ -5,6 +5,7 @@ stride shows. Values are float32-exact, and cotangents of out and lse are random
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -211,8 +212,20 @@ LOWEST = float(np.finfo(np.float32).min)
 SEGMENTS_Q = np.repeat([[0, 1, 4, -1], [3, -2, 7, 9]], [4, 6, 8, 3], axis=1)  # [2, 21]
 SEGMENTS_K = np.repeat([[0, 1, 2, -1], [3, -2, 7, 8]], [5, 9, 10, 4], axis=1)  # [2, 28]
 
-# Keywords that no kernel serves yet: for the reference alone.
-REFERENCE_CASES = [
+
+def _nan_where_segments_miss(arrays: Arrays) -> None:
+    for b in range(2):
+        for mine, other, names in (
+            (SEGMENTS_Q[b], SEGMENTS_K[b], ("query", "dout", "dlse")),
+            (SEGMENTS_K[b], SEGMENTS_Q[b], ("key", "value")),
+        ):
+            unread = (mine < 0) | ~np.isin(mine, other)
+            for name in names:
+                arrays[name][b, unread] = np.nan
+
+
+# What operands do to each pair of a query and a key.
+OPERAND_CASES = [
     Case("bias", "of full shape", 20, 28, 4, 2, 16, operands={"bias": _bias(2, 4, 20, 28)}),
     Case("bias-shared-batch", "its gradient is summed over the batch", 20, 28, 4, 2, 16,
          operands={"bias": _bias(1, 4, 20, 28)}),
@@ -248,6 +261,21 @@ REFERENCE_CASES = [
     Case("segments", "equal ids see each other; negative ones are padding", 21, 28, 4, 2, 16,
          keywords=CAUSAL | TOP_LEFT,
          operands={"query_segment_ids": SEGMENTS_Q, "key_value_segment_ids": SEGMENTS_K}),
+    Case("segments-nan", "what is padding may be NaN, and so may documents that only one side has", 21, 28, 4, 2, 16,
+         spoil=_nan_where_segments_miss,
+         operands={"query_segment_ids": SEGMENTS_Q, "key_value_segment_ids": SEGMENTS_K}),
+    Case("segments-packed", "several tiles of documents, most pairs of tiles without a common one", 150, 290, 2, 1, 16,
+         keywords=CAUSAL | BOTTOM_RIGHT,
+         operands={"query_segment_ids": np.repeat([[2, 3, 4, 5], [4, 5, 6, 7]], [40, 5, 35, 70], axis=1),
+                   "key_value_segment_ids": np.repeat([[2, 3, 4, 5], [3, 4, 5, 6]], [80, 10, 70, 130], axis=1)}),
+    Case("bias-tiles", "many tiles, some of them empty; summed over heads and queries", 150, 290, 4, 2, 16,
+         operands={"bias": _bias(2, 1, 1, 290, gap=(np.s_[..., 100:270], -np.inf))}),
+    Case("mask-tiles", "a band given as a mask: empty, cut and full tiles", 150, 290, 4, 2, 16,
+         operands={"mask": np.abs(np.arange(150)[:, None] * 2 - np.arange(290))[None, None] < 70}),
+    Case("alibi-tiles", "many tiles of keys", 70, 530, 4, 2, 16, keywords=TOP_LEFT,
+         operands={"alibi_slopes": _floats(0.5, 0.25, 0.0, -0.01)}),
+    Case("dropout-tiles", "blocks of random words cut by tiles and by the ends", 149, 301, 4, 2, 16,
+         keywords={"dropout_rate": 0.4} | CAUSAL | BOTTOM_RIGHT, operands={"dropout_rng": np.array([9, 1], np.uint32)}),
     Case("dropout", "kept elements are the oracle's", 37, 29, 4, 2, 16, keywords={"dropout_rate": 0.3},
          operands={"dropout_rng": np.array([7, 11], np.uint32)}),
     Case("everything", "all keywords at once", 21, 28, 4, 2, 16, 24,
@@ -259,5 +287,52 @@ REFERENCE_CASES = [
                    "scale": _floats(0.5, -0.25)}),
 ]  # fmt: skip
 
-ALL = CASES + REFERENCE_CASES
+_RIGHT = {"causal_alignment": "bottom_right"}
+# Every feature, for the shapes of `_together`: keywords and operands. A name that ends in a digit is another way of the
+# same feature.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": (CAUSAL | _RIGHT, {}),
+    "window": ({"local_window_size": (17, 4)} | _RIGHT, {}),
+    "lengths": ({}, {"query_seq_lengths": _ints(39, 24), "key_value_seq_lengths": _ints(25, 51)}),
+    "soft cap": ({"logits_soft_cap": 3.0}, {}),
+    "scale": ({}, {"scale": _floats(0.5, -0.25)}),
+    "mask": ({}, {"mask": _mask(2, 1, 39, 51)}),
+    "mask2": ({}, {"mask": _mask(1, 6, 39, 51)}),
+    "segments": ({}, {"query_segment_ids": np.repeat([[0, 1, -1], [2, 5, 3]], [11, 20, 8], axis=1),
+                      "key_value_segment_ids": np.repeat([[0, 1, 2], [2, 3, -7]], [13, 30, 8], axis=1)}),
+    "bias": ({}, {"bias": _bias(1, 6, 39, 51, some=(np.s_[:, 1, :20, 9], -np.inf))}),
+    "bias2": ({}, {"bias": _bias(2, 1, 1, 51)}),
+    "alibi": (_RIGHT, {"alibi_slopes": _random("slopes", 2, 6) / 8}),
+    "sinks": ({}, {"sinks": _random("sinks", 6)}),
+    "dropout": ({"dropout_rate": 0.2}, {"dropout_rng": np.array([3, 4], np.uint32)}),
+    "groups": ({}, {}),
+    "deterministic": ({"deterministic": True}, {}),
+}  # fmt: skip
+
+
+def together(*features: str, size: int = 16) -> Case:
+    """These features in one call; without "groups" every query head has keys of its own."""
+    keywords, operands = ({k: v for name in features for k, v in FEATURES[name][i].items()} for i in (0, 1))
+    return Case("+".join(features), "together", 39, 51, 6, 2 if "groups" in features else 6, size, size + 8,
+                keywords=keywords, operands=operands)  # fmt: skip
+
+
+def _pairs() -> list[Case]:
+    """Few cases in which every feature meets every other: the next one always takes what still misses most."""
+    alone = [{a, b} for a, b in itertools.combinations(FEATURES, 2) if a.rstrip("2") == b.rstrip("2")]
+    missing = [{a, b} for a, b in itertools.combinations(FEATURES, 2) if {a, b} not in alone]
+    found = []
+    while missing:
+        chosen: list[str] = []
+        while len(chosen) < 6:
+            free = [x for x in FEATURES if x not in chosen and not any({x, y} in alone for y in chosen)]
+            gain = {x: (sum({x, y} in missing for y in chosen), sum(x in pair for pair in missing)) for x in free}
+            chosen.append(max(free, key=lambda x: gain[x]))
+        missing = [pair for pair in missing if not pair <= set(chosen)]
+        found.append(together(*sorted(chosen, key=list(FEATURES).index)))
+    return found
+
+
+PAIRS = _pairs()
+ALL = CASES + OPERAND_CASES
 assert len({case.id for case in ALL}) == len(ALL)

@@ -167,27 +167,33 @@ def test_unknown_implementation(name):
         assert all(word in str(error.value) for word in (repr(name), "'cuda'", "'cpu'", "'reference'", "backend"))
 
 
-UNSERVED = {
+OPERANDS = {
     "bias": {"bias": shape(1, 1, 7, 9)},
     "mask": {"mask": shape(2, 4, 7, 9, dtype=jnp.bool_)},
     "alibi_slopes": {"alibi_slopes": shape(4), "causal_alignment": "top_left"},
     "sinks": {"sinks": shape(4)},
-    "segment_ids": {"query_segment_ids": shape(2, 7, dtype=i32), "key_value_segment_ids": shape(2, 9, dtype=i32)},
-    "dropout_rate": {"dropout_rate": 0.5, "dropout_rng": shape(2, dtype=jnp.uint32)},
+    "segment ids": {"query_segment_ids": shape(2, 7, dtype=i32), "key_value_segment_ids": shape(2, 9, dtype=i32)},
+    "dropout": {"dropout_rate": 0.5, "dropout_rng": shape(2, dtype=jnp.uint32)},
 }
 
 
-@pytest.mark.parametrize("implementation", [None, "cpu", "cuda"])
-@pytest.mark.parametrize("name", UNSERVED)
-def test_what_the_kernels_lack_is_refused_by_name(name, implementation):
+@pytest.mark.parametrize("name", OPERANDS)
+def test_what_the_cuda_kernels_lack_is_refused_by_name(name):
+    """While lowering, when the platform is known; on a CPU the same call is served."""
+    arguments = {k: x.update(dtype=bf16) for k, x in QKV.items()} | OPERANDS[name]
+    shapes = {k: x for k, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rest = {k: x for k, x in arguments.items() if k not in shapes}
+    traced = jax.jit(lambda arrays: attention(**arrays, **rest)).trace(shapes)
+    traced.lower(lowering_platforms=("cpu",))
     with pytest.raises(NotImplementedError) as error:
-        trace(attention, UNSERVED[name] | {"implementation": implementation})
-    assert all(word in str(error.value) for word in (name, "logits_soft_cap", 'implementation="reference"'))
+        traced.lower(lowering_platforms=("cuda",))
+    assert all(word in str(error.value) for word in (f"does not serve {name} yet", "implementation='reference'"))
 
 
-@pytest.mark.parametrize("name", UNSERVED)
-def test_what_the_kernels_lack_is_served_by_the_reference(name):
-    assert trace(attention, UNSERVED[name] | {"implementation": "reference"}).shape == (2, 7, 4, 24)
+@pytest.mark.parametrize("implementation", [None, "cpu", "reference"])
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_are_taken(name, implementation):
+    assert trace(attention, OPERANDS[name] | {"implementation": implementation}).shape == (2, 7, 4, 24)
 
 
 def test_a_key_without_a_rate_is_not_dropout():

@@ -153,13 +153,10 @@ def test_dtype_is_what_the_layer_says():
     assert mixed.dtype == jnp.float32
 
 
-def test_a_mask_is_refused_and_served_by_the_reference():
+def test_a_mask():
     x = calls.inputs(BATCH, LENGTH, WIDTH)
     mask = nn.make_causal_mask(x[..., 0])
-    with pytest.raises(NotImplementedError, match=r"mask.*implementation=\"reference\""):
-        nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn).init(jax.random.key(0), x, mask=mask)
-    slow = functools.partial(attention_fn, implementation="reference")
-    layers = [nn.MultiHeadDotProductAttention(HEADS, attention_fn=f) for f in (nn.dot_product_attention, slow)]
+    layers = [nn.MultiHeadDotProductAttention(HEADS, attention_fn=f) for f in (nn.dot_product_attention, attention_fn)]
     params = layers[0].init(jax.random.key(0), x)
     want, got = (layer.apply(params, x, mask=mask) for layer in layers)
     calls.assert_close(got, want, jnp.float32)
@@ -171,12 +168,18 @@ def test_dropout():
     params = layer.init(jax.random.key(0), x, deterministic=True)
     plain = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
     calls.assert_close(layer.apply(params, x, deterministic=True), plain.apply(params, x), jnp.float32)
-    rngs = {"dropout": jax.random.key(1)}
-    with pytest.raises(NotImplementedError, match=r"broadcast_dropout=True.*set broadcast_dropout=False"):
-        layer.apply(params, x, deterministic=False, rngs=rngs)
-    own = nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.5, broadcast_dropout=False, attention_fn=attention_fn)
-    with pytest.raises(NotImplementedError, match=r"dropout_rate = 0.5"):
-        own.apply(params, x, deterministic=False, rngs=rngs)
+    dropped = layer.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(1)})
+    assert float(jnp.abs(dropped - plain.apply(params, x)).max()) > 0.01
+
+
+def test_dropout_that_is_one_choice_for_all():
+    """broadcast_dropout: every batch row and head drops the same elements."""
+    q, k, v = jnp.zeros((2, 9, 4, 8)), jnp.zeros((2, 30, 4, 8)), jnp.ones((2, 30, 4, 8))
+    for shared in (True, False):
+        options = {"dropout_rng": jax.random.key(1), "dropout_rate": 0.5, "broadcast_dropout": shared}
+        kept = attention_fn(q, k, v, **options)[..., 0]
+        assert bool((kept == kept[:1, :, :1]).all()) == shared
+        calls.assert_close(kept, attention_fn(q, k, v, **options, implementation="reference")[..., 0], jnp.float32)
 
 
 def test_weights_cannot_be_sown():

@@ -1,6 +1,7 @@
 // One attention call as plain data: named dims, tensors with their strides, the spec and the optional operands.
 // Built once by ffi/decode.h, passed by value to CPU threads and CUDA kernels. Owns nothing and allocates nothing.
 #pragma once
+#include "core/addend.h"
 #include "core/dropout.h"
 #include "core/mask.h"
 #include "core/score.h"
@@ -53,6 +54,7 @@ struct Problem {
   int32_t B, T, S, N, K, D, Dv;        // B: product of batch_sizes
   Spec spec;
   Extras extras;
+  DType bias_dtype;  // of extras.bias
 
   Tensor q;    // [*B, T, N, D]
   Tensor k;    // [*B, S, K, D]
@@ -97,12 +99,63 @@ struct Problem {
     return {scale, Real(spec.softcap)};
   }
 
-  JAX_FLASH2_HD Keep keep(const Batch&, int /*n*/) const { return {}; }
+  template <class Real>
+  JAX_FLASH2_HD Addend<Real> addend(const Batch& b, int n, int off) const {
+    const auto start = [&]<class T>(const Tensor& t, const T*) { return t.present() ? t.at<const T>(b, n) : nullptr; };
+    const auto* const bias = static_cast<const char*>(extras.bias.data);
+    const int bytes = bias_dtype == DType::kF64 ? 8 : bias_dtype == DType::kF32 ? 4 : 2;
+    const Real* const slope = start(extras.alibi_slopes, static_cast<const Real*>(nullptr));
+    return {.mask = start(extras.mask, static_cast<const uint8_t*>(nullptr)),
+            .mask_row = extras.mask.row,
+            .mask_col = extras.mask.col,
+            .query_ids = start(extras.query_ids, static_cast<const int32_t*>(nullptr)),
+            .key_ids = start(extras.key_ids, static_cast<const int32_t*>(nullptr)),
+            .bias = bias ? bias + extras.bias.offset(b, n) * bytes : nullptr,
+            .bias_row = extras.bias.row,
+            .bias_col = extras.bias.col,
+            .bias_dtype = bias_dtype,
+            .sloped = slope != nullptr,
+            .slope = slope ? *slope : Real(0),
+            .off = off};
+  }
 
+  // The score of the key without a value; -inf: there is none.
+  template <class Real>
+  JAX_FLASH2_HD Real sink(const Batch& b, int n) const {
+    return extras.sinks.present() ? *extras.sinks.at<const Real>(b, n) : static_cast<Real>(-INFINITY);
+  }
+
+  template <class Real>
+  JAX_FLASH2_HD Dropout<Real> dropout(const Batch& b, int n) const {
+    return Dropout<Real>::make(spec.dropout_rate,
+                               extras.seeds.present() ? extras.seeds.at<const uint32_t>(b, n) : nullptr);
+  }
+
+  JAX_FLASH2_HD BiasGradient bias_gradient(const Batch& b, int n) const {
+    if (!grads.bias.present()) return {};
+    return {grads.bias.at<float>(b, n), grads.bias.row, grads.bias.col, bias_is_shared()};
+  }
+
+  // Hooks of kernels that serve no elementwise operand.
+  JAX_FLASH2_HD Keep keep(const Batch&, int /*n*/) const { return {}; }
   JAX_FLASH2_HD DScore dscore(const Batch&, int /*n*/) const { return {}; }
 
+  // Whether pairs share elements of the bias.
+  JAX_FLASH2_HD bool bias_is_shared() const {
+    const Tensor& t = extras.bias;
+    bool shared = (t.head == 0 && N > 1) || (t.row == 0 && T > 1) || (t.col == 0 && S > 1);
+    for (int a = 0; a < kMaxBatchAxes; a++) shared |= t.batch[a] == 0 && batch_sizes[a] > 1;
+    return shared;
+  }
+
+  // Whether operands act on each pair, or on the row's sum.
+  bool elementwise() const {
+    return extras.mask.present() || extras.query_ids.present() || extras.bias.present() ||
+           extras.alibi_slopes.present() || extras.sinks.present() || extras.seeds.present();
+  }
+
   // The plain body serves bounds only, with a scale known to be positive; the general one acts on every score.
-  bool plain() const { return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0; }
+  bool plain() const { return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0 && !elementwise(); }
 };
 
 // What host code answers: null when the work was enqueued or done, else a message that names the failing rule.

@@ -1,4 +1,5 @@
-// What happens to one score, and its derivative: scale -> softcap. Knows no position in memory, tile or pass.
+// What happens to one score, and its derivative: scale -> softcap; what operands add after that is Addend. Knows no
+// position in memory, tile or pass.
 #pragma once
 #include "core/spec.h"
 
@@ -25,10 +26,29 @@ struct Score {
   }
 };
 
-// What a backward does with d loss / d score of one element (bias and ALiBi gradients). The hook stands in both bodies'
-// backward; no operand that has such a gradient exists yet.
+// The hook of kernels that serve no operand with a gradient of this kind.
 struct DScore {
   JAX_FLASH2_HD void operator()(int /*i*/, int /*j*/, float /*ds*/) const {}
+};
+
+// What a backward of the GPU does with d loss / d score of one pair: adds it to the gradient of the bias, whose elements
+// may be shared by heads, batch rows, queries or keys.
+struct BiasGradient {
+  float* bias;  // of one (batch row, query head); null: no such gradient
+  int64_t row, col;
+  bool shared;
+
+  JAX_FLASH2_HD void operator()(int i, int j, float ds) const {
+    if (!bias) return;
+    float* const to = bias + i * row + j * col;
+#if defined(__CUDA_ARCH__)
+    if (shared) {
+      atomicAdd(to, ds);
+      return;
+    }
+#endif
+    *to += ds;
+  }
 };
 
 }  // namespace jax_flash2

@@ -15,7 +15,8 @@
 
 namespace jax_flash2 {
 
-enum class DType : uint8_t { kF16, kBF16, kF32, kF64, kS32 };
+// kReal: what sums are kept in, float64 where q is and else float32. kFloat: any floating-point type, the array's own.
+enum class DType : uint8_t { kF16, kBF16, kF32, kF64, kS32, kU32, kBool, kReal, kFloat };
 
 inline constexpr int64_t kOpen = -1;  // a window side without a bound
 
@@ -26,13 +27,15 @@ inline constexpr int64_t kOpen = -1;  // a window side without a bound
 //   window_right  ... keys <= p + window_right; kOpen: all. A causal mask is window_right = 0
 //   bottom_right  off = key length - query length of the batch row; false: off = 0
 //   deterministic the backward is bitwise repeatable
+//   dropout_rate  the share of probabilities that are set to zero; the others are divided by 1 - dropout_rate
 #define JAX_FLASH2_SPEC_FIELDS(X) \
   X(double, scale, 1.0)           \
   X(double, softcap, 0.0)         \
   X(int64_t, window_left, kOpen)  \
   X(int64_t, window_right, kOpen) \
   X(bool, bottom_right, false)    \
-  X(bool, deterministic, false)
+  X(bool, deterministic, false)   \
+  X(double, dropout_rate, 0.0)
 
 struct Spec {
 #define JAX_FLASH2_FIELD(type, name, neutral) type name = neutral;
@@ -41,14 +44,29 @@ struct Spec {
 };
 
 // Optional operands: X(name, dtype, axes, slot). `axes` are the letters that follow the batch axes ("" for one value a
-// batch row); every axis may have size 1 and is then shared. In the backward each has a gradient slot: a float32 array
-// [*B, slot axes], or one of size zero where the operand has no gradient (slot "-") or is absent.
+// batch row; W: two words); every axis may have size 1 and is then shared. In the backward each has a gradient slot: an
+// array [*B, slot axes], one of the operand's own shape (slot "="), or one of size zero where the operand has no gradient
+// (slot "-") or is absent. Slots are float32; those of kReal and kFloat operands are kReal.
 //   scale        in place of Spec::scale. Slot: each query row's share of d loss / d scale
 //   query_lens   queries at or past it are padding: they read nothing
 //   key_lens     keys at or past it are padding: nobody reads them
-#define JAX_FLASH2_EXTRAS(X)   \
-  X(scale, kF32, "", "NT")     \
-  X(query_lens, kS32, "", "-") \
-  X(key_lens, kS32, "", "-")
+//   mask         one byte a pair: 0 removes it
+//   query_ids    a query reads the keys of its own id only; a negative id is padding: it reads nothing,
+//   key_ids      and nobody reads it
+//   bias         added to the score; -inf removes the pair
+//   alibi_slopes times the distance of i + off and j, subtracted from the score. Slot: each query row's share
+//   sinks        the score of one more key, which has no value. Slot: each query row's share
+//   seeds        of Philox, for dropout
+#define JAX_FLASH2_EXTRAS(X)        \
+  X(scale, kF32, "", "NT")          \
+  X(query_lens, kS32, "", "-")      \
+  X(key_lens, kS32, "", "-")        \
+  X(mask, kBool, "NTS", "-")        \
+  X(query_ids, kS32, "T", "-")      \
+  X(key_ids, kS32, "S", "-")        \
+  X(bias, kFloat, "NTS", "=")       \
+  X(alibi_slopes, kReal, "N", "NT") \
+  X(sinks, kReal, "N", "NT")        \
+  X(seeds, kU32, "NW", "-")
 
 }  // namespace jax_flash2

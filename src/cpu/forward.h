@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/alive.h"
+#include "cpu/elementwise.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
@@ -43,24 +45,25 @@ class Forward {
     const int64_t each = scratch(nullptr).size;
     const auto memory = allocate<Real>(each * n_workers);
     if (!memory) return {"out of host memory for the tiles of the forward pass"};
+    if (const Status s = alive_.find(p, executor); !s.ok()) return s;
     parallel_for(executor, n_workers, count, [&](int64_t x, int worker) {
       const int64_t head = x / tiles();
       const auto tile = static_cast<int>(tiles() - 1 - x % tiles());  // under a causal mask the longest first
-      task(p.batch(static_cast<int>(head / p.N)), static_cast<int>(head % p.N), tile * rows_,
-           scratch(memory.get() + worker * each));
+      task(head, tile * rows_, scratch(memory.get() + worker * each));
     });
     return {};
   }
 
  private:
   struct Scratch {
-    Real* q;              // [block][D, padded][lanes], scaled
-    Real* rows;           // [lanes][D or Dv, padded]
-    Real *k, *v;          // [kKeys][D or Dv, padded]
-    Real* s;              // [kKeys][lanes]
-    Real* out;            // [block][Dv, padded][lanes]
-    Real *maximum, *sum;  // [block][lanes]
-    Real *begin, *end;    // [lanes]
+    Real* q;               // [block][D, padded][lanes], scaled
+    Real* rows;            // [lanes][D or Dv, padded]
+    Real *k, *v;           // [kKeys][D or Dv, padded]
+    Real* s;               // [kKeys][lanes]
+    Real *added, *factor;  // likewise
+    Real* out;             // [block][Dv, padded][lanes]
+    Real *maximum, *sum;   // [block][lanes]
+    Real *begin, *end;     // [lanes]
     int64_t size;
   };
 
@@ -72,6 +75,8 @@ class Forward {
               .k = carve(keys * d_),
               .v = carve(keys * dv_),
               .s = carve(keys * ops.lanes),
+              .added = carve(keys * ops.lanes),
+              .factor = carve(keys * ops.lanes),
               .out = carve(int64_t{rows_} * dv_),
               .maximum = carve(rows_),
               .sum = carve(rows_),
@@ -82,17 +87,24 @@ class Forward {
     return s;
   }
 
-  void task(const Batch& b, int n, int i0, const Scratch& t) const {
+  // `head` counts batches and heads.
+  void task(int64_t head, int i0, const Scratch& t) const {
+    const int row = static_cast<int>(head / p.N), n = static_cast<int>(head % p.N);
+    const Batch b = p.batch(row);
     const Mask mask = p.mask(b);
     const Range live = mask.live_queries(), live_keys = mask.live_keys();
     const int L = ops.lanes, i1 = min_(p.T, i0 + rows_), kv_head = n / p.group();
     // Queries are packed and computed for the live rows of the task only; the others are never read.
     const auto score = p.template score<Real>(b, n);
+    const Real row_sink = p.template sink<Real>(b, n);
     for (int i = i0; i < i1; i += L) {
       const int first = max_(i, live.begin), last = min_(min_(i + L, i1), live.end);
       if (last - first < L) std::fill_n(t.rows, L * d_, Real(0));
-      if (first < last)
-        ops.pack(view<const E>(p.q, b, n, first), last - first, p.D, score.scale, {t.rows + (first - i) * d_, d_});
+      if (first < last) {
+        Real* const packed = t.rows + (first - i) * d_;
+        ops.pack(view<const E>(p.q, b, n, first), last - first, p.D, score.scale, {packed, d_});
+        alive_.clear_queries(head, first, last, packed, d_);
+      }
       ops.transpose({t.rows, d_}, L, d_, {t.q + int64_t{i - i0} * d_, L});
     }
     std::fill_n(t.maximum, rows_, -kInfinity);
@@ -104,6 +116,8 @@ class Forward {
       const Range keys = {max_(tile * kKeys, live_keys.begin), min_(min_(p.S, (tile + 1) * kKeys), live_keys.end)};
       ops.pack(view<const E>(p.k, b, kv_head, keys.begin), keys.end - keys.begin, p.D, 1, {t.k, d_});
       ops.pack(view<const E>(p.v, b, kv_head, keys.begin), keys.end - keys.begin, p.Dv, 1, {t.v, dv_});
+      alive_.clear_keys(int64_t{row} * p.K + kv_head, keys.begin, keys.end, t.k, d_);
+      alive_.clear_keys(int64_t{row} * p.K + kv_head, keys.begin, keys.end, t.v, dv_);
       for (int i = i0; i < i1; i += L) block(mask, b, n, i, min_(i + L, i1), i - i0, keys, t);
     }
 
@@ -111,10 +125,16 @@ class Forward {
       const int rows = min_(L, i1 - i), at = i - i0;
       Real* shrink = t.begin;
       for (int r = 0; r < rows; r++) {
-        const Real sum = t.sum[at + r], maximum = t.maximum[at + r];
+        const Real sink = i + r < mask.q_len ? row_sink : -kInfinity;
+        Real sum = t.sum[at + r], maximum = t.maximum[at + r], grow = 1;
         const bool dead = !live.has(i + r) || sum == 0;
-        shrink[r] = dead ? Real(0) : 1 / sum;
-        p.lse.template at<Real>(b, n)[(i + r) * p.lse.row] = dead ? -kInfinity : maximum + std::log(sum);
+        if (!dead && sink != -kInfinity) {
+          const Real top = std::max(maximum, sink);
+          grow = std::exp(maximum - top), maximum = top;
+          sum = sum * grow + std::exp(sink - top);
+        }
+        shrink[r] = dead ? Real(0) : grow / sum;
+        p.lse.template at<Real>(b, n)[(i + r) * p.lse.row] = dead ? sink : maximum + std::log(sum);
       }
       ops.transpose({t.out + int64_t{at} * dv_, L}, dv_, L, {t.rows, dv_});
       for (int r = 0; r < rows; r++) {
@@ -142,6 +162,10 @@ class Forward {
       t.end[x] = static_cast<Real>(clamp_(seen.end - j0, 0, j1 - j0));
     }
     const int m = j1 - j0, packed = j0 - keys.begin;
+    const auto addend = p.template addend<Real>(b, n, mask.off);
+    const auto dropout = p.template dropout<Real>(b, n);
+    if (addend.present() && !fill_added(addend, {i, i_end}, {j0, j1}, L, {t.added, L})) return;
+    if (dropout.present()) fill_factor(dropout, i, L, j0, m, {t.factor, L});
     const Real *k = t.k + int64_t{packed} * d_, *v = t.v + int64_t{packed} * dv_, *q = t.q + int64_t{at} * d_;
     Real* out = t.out + int64_t{at} * dv_;
     ops.gemm({{m, L, p.D}, {k, d_, 1}, {q, L}, {t.s, L}, /*add=*/false});
@@ -149,9 +173,7 @@ class Forward {
                  .keys = m,
                  .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
                  .score = {Real(1), p.template score<Real>(b, n).softcap},
-                 .keep = p.keep(b, n),
-                 .i0 = i,
-                 .j0 = j0,
+                 .elementwise = {addend.present() ? t.added : nullptr, dropout.present() ? t.factor : nullptr},
                  .maximum = t.maximum + at,
                  .sum = t.sum + at,
                  .o = out,
@@ -163,6 +185,7 @@ class Forward {
   const Ops<E>& ops;
   int rows_ = 0;        // of a task, a multiple of the lanes
   int d_ = 0, dv_ = 0;  // D and Dv, padded to a multiple of the lanes
+  Alive<Real> alive_;
 };
 
 }  // namespace jax_flash2::cpu

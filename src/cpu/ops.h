@@ -39,6 +39,14 @@ struct Bounds {
   const Real *begin = nullptr, *end = nullptr;
 };
 
+// What operands do to a score tile, pair by pair, prepared by the caller in the layout of the tile; null: nothing.
+// `added` is what the pair adds to its score, -inf where it is removed; `factor` what dropout multiplies its probability by.
+template <class Real>
+struct Elementwise {
+  Real* added = nullptr;
+  const Real* factor = nullptr;
+};
+
 // One step of online softmax over a tile of dot products s [keys][lanes]: s becomes exp(score - maximum), and the running
 // maximum, sum and output o [o_rows][lanes] follow.
 template <class Real>
@@ -47,22 +55,20 @@ struct Softmax {
   int keys;
   Bounds<Real> bounds;
   Score<Real> score;  // of an already scaled product
-  Keep keep;
-  int i0, j0;
+  Elementwise<Real> elementwise;
   Real *maximum, *sum, *o;
   int o_rows;
 };
 
-// Dot products s [keys][n] become probabilities, and dp [keys][n] = dout . v becomes the gradient of s.
+// Dot products s [keys][n] become probabilities, and dp [keys][n] = dout . v becomes the gradient of s. elementwise.added
+// becomes the gradient of itself.
 template <class Real>
 struct Gradient {
   Tile<Real> s, dp;
   int keys, n;
   Bounds<Real> bounds;
   Score<Real> score;  // of an already scaled product
-  Keep keep;
-  DScore dscore;
-  int i0, j0;
+  Elementwise<Real> elementwise;
   const Real *lse, *delta;
 };
 

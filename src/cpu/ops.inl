@@ -21,23 +21,17 @@ struct Visible {
   }
 };
 
+// Where the plain tile has nothing to do: a score that has no cap is the product itself, for the scale went into the packed
+// queries, and nothing is added to it.
 template <class Real>
-inline Vec<Real> keep_factor(const Keep& keep, int i, int j) {
-  Vec<Real> f;
-  for (int x = 0; x < kWidth<Real>; x++) f[x] = keep.factor(i + x, j);
-  return f;
+inline bool is_general(const Score<Real>& score, const Elementwise<Real>& e) {
+  return score.softcap != 0 || e.added || e.factor;
 }
 
-// A score that has no cap is the product itself: the scale went into the packed queries.
-template <class Real, bool kCapped>
-inline Score<Real> specialised(const Score<Real>& score) {
-  return kCapped ? score : Score<Real>{Real(1), Real(0)};
-}
-
-template <class Real, bool kMasked, bool kCapped>
+template <class Real, bool kMasked, bool kGeneral>
 void softmax_tile(const Softmax<Real>& t) {
   constexpr int W = kWidth<Real>, L = kLanes<Real>;
-  const Score<Real> score = specialised<Real, kCapped>(t.score);
+  const Elementwise<Real> e = kGeneral ? t.elementwise : Elementwise<Real>{};
   for (int x = 0; x < L; x += W) {
     const Visible<Real, kMasked> visible(t.bounds, x);
     const Vec<Real> before = get(t.maximum + x);
@@ -45,9 +39,13 @@ void softmax_tile(const Softmax<Real>& t) {
     for (int j = 0; j < t.keys; j++) {
       Real* at = t.s + j * L + x;
       Vec<Real> s = get(at);
-      if constexpr (kCapped) s = score.template apply<Math<Real>>(s, t.i0 + x, t.j0 + j);
+      if constexpr (kGeneral) s = t.score.template apply<Math<Real>>(s, 0, 0);
+      if (e.added) {
+        const Vec<Real> added = get(e.added + j * L + x);
+        s = added == splat(-kInf<Real>) ? added : s + added;
+      }
       s = visible.select(j, s, -kInf<Real>);
-      if constexpr (kCapped || kMasked) put(at, s);
+      if constexpr (kGeneral || kMasked) put(at, s);
       m = m > s ? m : s;
     }
     // A lane that has kept no key yet subtracts 0, so that -inf stays -inf.
@@ -57,7 +55,7 @@ void softmax_tile(const Softmax<Real>& t) {
       Real* at = t.s + j * L + x;
       const Vec<Real> p = exp<Real>(get(at) - reference);
       sum += p;
-      put(at, p * keep_factor<Real>(t.keep, t.i0 + x, t.j0 + j));
+      put(at, e.factor ? p * get(e.factor + j * L + x) : p);
     }
     const Vec<Real> shrink = exp<Real>(before - reference);
     put(t.maximum + x, m);
@@ -69,46 +67,52 @@ void softmax_tile(const Softmax<Real>& t) {
   }
 }
 
-template <class Real, bool kMasked, bool kCapped>
+template <class Real, bool kMasked, bool kGeneral>
 void gradient_tile(const Gradient<Real>& t) {
   constexpr int W = kWidth<Real>;
-  const Score<Real> score = specialised<Real, kCapped>(t.score);
+  const Elementwise<Real> e = kGeneral ? t.elementwise : Elementwise<Real>{};
   const Vec<Real> most = splat(-ExpConstants<Real>::kMin);
   for (int x = 0; x < t.n; x += W) {
     const Visible<Real, kMasked> visible(t.bounds, x);
     const Vec<Real> lse = get(t.lse + x), delta = get(t.delta + x);
     for (int j = 0; j < t.keys; j++) {
       Real *s_at = t.s.data + j * t.s.ld + x, *dp_at = t.dp.data + j * t.dp.ld + x;
-      const Vec<Real> s = score.template apply<Math<Real>>(get(s_at), t.i0 + x, t.j0 + j);
-      const Vec<Real> above = s - lse;
-      const Vec<Real> p = visible.select(j, exp<Real>(above > most ? most : above), Real(0));
-      const Vec<Real> factor = keep_factor<Real>(t.keep, t.i0 + x, t.j0 + j);
-      Vec<Real> ds = p * (get(dp_at) * factor - delta);
-      if constexpr (kCapped) ds *= score.slope(s);
-      ds = visible.select(j, ds, Real(0));  // a NaN of a key that the lane does not see
-      for (int y = 0; y < W; y++) t.dscore(t.i0 + x + y, t.j0 + j, static_cast<float>(ds[y]));
-      put(s_at, p * factor);
+      Vec<Real> capped = get(s_at), dp = get(dp_at), added = {};
+      if constexpr (kGeneral) capped = t.score.template apply<Math<Real>>(capped, 0, 0);
+      if (e.added) added = get(e.added + j * t.s.ld + x);
+      const Vec<Real> above = capped + added - lse;
+      Vec<Real> p = visible.select(j, exp<Real>(above > most ? most : above), Real(0));
+      if (e.added) p = added == splat(-kInf<Real>) ? Vec<Real>{} : p;
+      Vec<Real> factor = splat(Real(1));
+      if (e.factor) factor = get(e.factor + j * t.s.ld + x), dp *= factor;
+      Vec<Real> ds = visible.select(j, p * (dp - delta), Real(0));  // a NaN of a key that the lane does not see
+      if (e.added) {
+        ds = added == splat(-kInf<Real>) ? Vec<Real>{} : ds;
+        put(e.added + j * t.s.ld + x, ds);
+      }
+      if constexpr (kGeneral) ds = ds == Vec<Real>{} ? ds : ds * t.score.slope(capped);
+      put(s_at, e.factor ? p * factor : p);
       put(dp_at, ds);
     }
   }
 }
 
-// Calls tile<kMasked, kCapped> for a Softmax or a Gradient.
+// Calls tile<kMasked, kGeneral> for a Softmax or a Gradient.
 template <class Real>
 void softmax(const Softmax<Real>& t) {
-  const bool capped = t.score.softcap != 0;
+  const bool general = is_general(t.score, t.elementwise);
   if (t.bounds.begin)
-    capped ? softmax_tile<Real, true, true>(t) : softmax_tile<Real, true, false>(t);
+    general ? softmax_tile<Real, true, true>(t) : softmax_tile<Real, true, false>(t);
   else
-    capped ? softmax_tile<Real, false, true>(t) : softmax_tile<Real, false, false>(t);
+    general ? softmax_tile<Real, false, true>(t) : softmax_tile<Real, false, false>(t);
 }
 template <class Real>
 void gradient(const Gradient<Real>& t) {
-  const bool capped = t.score.softcap != 0;
+  const bool general = is_general(t.score, t.elementwise);
   if (t.bounds.begin)
-    capped ? gradient_tile<Real, true, true>(t) : gradient_tile<Real, true, false>(t);
+    general ? gradient_tile<Real, true, true>(t) : gradient_tile<Real, true, false>(t);
   else
-    capped ? gradient_tile<Real, false, true>(t) : gradient_tile<Real, false, false>(t);
+    general ? gradient_tile<Real, false, true>(t) : gradient_tile<Real, false, false>(t);
 }
 
 // Rows lie N * D elements apart, where no hardware prefetcher finds them.

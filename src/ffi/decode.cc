@@ -16,6 +16,7 @@ struct Slot {
   ffi::DataType dtype;
   Tensor* tensor;
   bool result;
+  bool shareable = false;  // its axes may each have size 1
   const void* data = nullptr;
   std::vector<int64_t> dims = {};
   std::vector<int64_t> batch_strides = {};
@@ -28,8 +29,20 @@ ffi::DataType to_ffi(DType t) {
     case DType::kF32: return ffi::DataType::F32;
     case DType::kF64: return ffi::DataType::F64;
     case DType::kS32: return ffi::DataType::S32;
+    case DType::kU32: return ffi::DataType::U32;
+    case DType::kBool: return ffi::DataType::PRED;
+    case DType::kReal:
+    case DType::kFloat: break;  // stand for several
   }
   return ffi::DataType::INVALID;
+}
+
+// False: not a floating-point type that is known.
+bool from_ffi(ffi::DataType from, DType* to) {
+  for (DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
+    if (to_ffi(t) == from) return *to = t, true;
+  }
+  return false;
 }
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("jax_flash2: " + what); }
@@ -85,20 +98,23 @@ ffi::Error attach(Slot& slot, const Problem& p, const std::vector<int64_t>& batc
     int64_t expected = 0, *where = &slot.tensor->col;
     switch (slot.axes[a]) {
       case 'T': expected = p.T, where = &slot.tensor->row; break;
-      case 'S': expected = p.S, where = &slot.tensor->row; break;
+      case 'S': expected = p.S, where = std::strchr(slot.axes, 'T') ? &slot.tensor->col : &slot.tensor->row; break;
       case 'N': expected = p.N, where = &slot.tensor->head; break;
       case 'K': expected = p.K, where = &slot.tensor->head; break;
       case 'D': expected = p.D; break;
       case 'V': expected = p.Dv; break;
+      case 'W': expected = 2; break;
       case 'O': expected = (p.T + 31) / 32 + 1; break;
     }
-    if (dim != expected) return wrong("does not match the shapes of q, k and v");
-    *where = stride;
+    const bool shared = slot.shareable && dim == 1 && expected != 1;
+    if (dim != expected && !shared) return wrong("does not match the shapes of q, k and v");
+    *where = shared ? 0 : stride;
     stride *= dim;
   }
   slot.batch_strides.assign(batch.size(), 0);
   for (size_t a = batch.size(); a-- > 0;) {
-    if (slot.dims[a] != batch[a] && (slot.result || slot.dims[a] != 1)) return wrong("has other batch axes");
+    const bool may_share = slot.shareable || !slot.result;
+    if (slot.dims[a] != batch[a] && !(may_share && slot.dims[a] == 1)) return wrong("has other batch axes");
     if (slot.dims[a] != 1) slot.batch_strides[a] = stride;
     stride *= slot.dims[a];
   }
@@ -146,15 +162,13 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
   auto first = args.get<ffi::AnyBuffer>(0);
   if (!first.has_value()) return first.error();
   const ffi::DataType type = first->element_type();
-  switch (type) {
-    case ffi::DataType::F16: p->dtype = DType::kF16; break;
-    case ffi::DataType::BF16: p->dtype = DType::kBF16; break;
-    case ffi::DataType::F32: p->dtype = DType::kF32; break;
-    case ffi::DataType::F64: p->dtype = DType::kF64; break;
-    default: return invalid("q is not a floating-point array this version knows");
-  }
+  if (!from_ffi(type, &p->dtype)) return invalid("q is not a floating-point array this version knows");
   const ffi::DataType real = type == ffi::DataType::F64 ? type : ffi::DataType::F32;
   const ffi::DataType f32 = ffi::DataType::F32, s32 = ffi::DataType::S32;
+
+  // INVALID: its own.
+  const auto operand_type = [&](DType t) { return t == DType::kReal ? real : to_ffi(t); };
+  const auto slot_type = [&](DType t) { return t == DType::kReal || t == DType::kFloat ? real : f32; };
 
   const bool backward = pass == Pass::kBackward;
   std::vector<Slot> slots = {{"q", "TND", type, &p->q, false},
@@ -167,7 +181,7 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
     slots.push_back({"dlse", "NT", real, &p->dlse, false});
   }
 #define JAX_FLASH2_EXTRA(name, dtype, axes, slot) \
-  slots.push_back({#name, axes, to_ffi(DType::dtype), &p->extras.name, false});
+  slots.push_back({#name, axes, operand_type(DType::dtype), &p->extras.name, false, true});
   JAX_FLASH2_EXTRAS(JAX_FLASH2_EXTRA)
 #undef JAX_FLASH2_EXTRA
   if (backward) {
@@ -177,7 +191,8 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
                    Slot{"dv_acc", "KSV", f32, &p->dv_acc, true}, Slot{"order", "NO", s32, &p->order, true}}) {
       slots.push_back(s);
     }
-#define JAX_FLASH2_EXTRA(name, dtype, axes, slot) slots.push_back({"d" #name, slot, f32, &p->grads.name, true});
+#define JAX_FLASH2_EXTRA(name, dtype, axes, slot) \
+  slots.push_back({"d" #name, *slot == '=' ? axes : slot, slot_type(DType::dtype), &p->grads.name, true, *slot == '='});
     JAX_FLASH2_EXTRAS(JAX_FLASH2_EXTRA)
 #undef JAX_FLASH2_EXTRA
   } else {
@@ -200,7 +215,9 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
     }
     const auto dims = buffer.dimensions();
     if (dims.size() == 1 && dims[0] == 0) continue;  // absent
-    if (buffer.element_type() != slot.dtype) return invalid(std::string(slot.name) + " has the wrong dtype");
+    const bool own = slot.dtype == ffi::DataType::INVALID;
+    if (own ? !from_ffi(buffer.element_type(), &p->bias_dtype) : buffer.element_type() != slot.dtype)
+      return invalid(std::string(slot.name) + " has the wrong dtype");
     slot.data = buffer.untyped_data();
     slot.dims.assign(dims.begin(), dims.end());
     present.push_back(&slot);

@@ -37,7 +37,8 @@ XLA_FFI_DEFINE_HANDLER(kBackward, run<Pass::kBackward>,
                        ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 const char* name_of(DType t) {
-  constexpr const char* kNames[] = {"float16", "bfloat16", "float32", "float64", "int32"};
+  constexpr const char* kNames[] = {"float16", "bfloat16", "float32", "float64", "int32",
+                                    "uint32",  "bool",     "real",    "float"};
   return kNames[static_cast<int>(t)];
 }
 

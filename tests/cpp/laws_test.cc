@@ -1,11 +1,12 @@
 // Proves the laws of src/core without a GPU: every range of Mask against `visible` by exhaustion, Score against its
-// formula and finite differences, and the index arithmetic of Problem; and that the Hopper kernels' schedules miss no
-// tile. Built by g++ and by nvcc, whose host compiler, and front end for device code, must read the same headers the same
-// way.
+// formula and finite differences, Addend and Dropout against theirs, and the index arithmetic of Problem; and that the
+// Hopper kernels' schedules miss no tile. Built by g++ and by nvcc, whose host compiler, and front end for device code,
+// must read the same headers the same way.
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -208,6 +209,60 @@ void check_score() {
       }
 }
 
+// Every 16-bit float, and each rule alone.
+void check_addend() {
+  for (int bits = 0; bits < 65536; bits++) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const double sign = bits >> 15 ? -1 : 1;
+    const double finite = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    const double want = sign * (exponent < 31 ? finite : INFINITY), got = f16_to_float(static_cast<uint16_t>(bits));
+    expect(exponent == 31 && mantissa ? std::isnan(got) : got == want, {}, "float16 %d is %g, not %g", bits, got, want);
+  }
+  const uint8_t mask[6] = {1, 0, 1, 1, 1, 0};
+  const int32_t query_ids[2] = {4, -1}, key_ids[3] = {4, -1, 5};
+  const double bias[3] = {0.5, -INFINITY, -1e300};
+  const auto removed = [](double x) { return std::isinf(x) && x < 0; };
+  const Addend<double> masks{.mask = mask, .mask_row = 3, .mask_col = 1};
+  const Addend<double> ids{.query_ids = query_ids, .key_ids = key_ids};
+  const Addend<float> biases{.bias = bias, .bias_col = 1, .bias_dtype = DType::kF64};  // shared by queries
+  const Addend<double> slopes{.sloped = true, .slope = 0.25, .off = 2};
+  for (int i = 0; i < 2; i++)
+    for (int j = 0; j < 3; j++) {
+      expect(removed(masks.at(i, j)) == !mask[i * 3 + j], {}, "mask at %d, %d", i, j);
+      expect(removed(ids.at(i, j)) == !(i == 0 && j == 0), {}, "ids at %d, %d", i, j);
+      const float x = biases.at(i, j);
+      expect(j == 0 ? x == 0.5f : j == 1 ? removed(x) : x == -std::numeric_limits<float>::max(), {}, "bias at %d", j);
+      expect(slopes.at(i, j) == -0.25 * std::abs(i + 2 - j), {}, "slope at %d, %d", i, j);
+    }
+  expect(masks.removes() && ids.removes() && biases.removes() && !slopes.removes() && slopes.present(), {}, "rules");
+  expect(!Addend<float>{}.present() && Addend<float>{}.at(1, 2) == 0, {}, "nothing");
+}
+
+// Philox against the known answers of the Random123 library; and which word of a block is whose.
+void check_dropout() {
+  const auto same = [](Philox a, Philox b) { return a.x == b.x && a.y == b.y && a.z == b.z && a.w == b.w; };
+  const uint32_t most = 0xFFFFFFFFu;
+  const Philox zeros{0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48};
+  const Philox ones{0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662};
+  const Philox pi{0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A};
+  expect(same(Philox::block({0, 0, 0, 0}, 0, 0), zeros) &&
+             same(Philox::block({most, most, most, most}, most, most), ones) &&
+             same(Philox::block({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, 0xA4093822, 0x299F31D0), pi),
+         {}, "Philox");
+  const uint32_t seed[2] = {7, 8};
+  const Philox block = Philox::block({17, 34, 0, 0}, 7, 8);
+  const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+  for (int x = 0; x < 4; x++)
+    for (double rate : {0.1, 0.5, 0.9, 1 - 1e-12, words[x] * 0x1p-32, (words[x] + 1.0) * 0x1p-32}) {
+      const auto dropout = Dropout<double>::make(rate, seed);
+      const bool kept = words[x] >= std::floor(rate * 0x1p32 + 0.5);
+      expect(dropout.factor(x & 2 ? 25 : 17, x & 1 ? 42 : 34) == (kept ? 1 / (1 - rate) : 0), {}, "word %d", x);
+    }
+  expect(!Dropout<float>::make(0, seed).present() && !Dropout<float>::make(0.5, nullptr).present() &&
+             Dropout<float>::make(0, seed).factor(3, 4) == 1,
+         {}, "no dropout");
+}
+
 void check_problem() {
   Problem p{};
   const int32_t sizes[kMaxBatchAxes] = {2, 1, 3, 5};
@@ -243,7 +298,19 @@ void check_problem() {
   p.extras = {}, p.spec = {};
   expect(p.plain(), none, "defaults are plain");
   p.spec.softcap = 1;
-  expect(!p.plain(), none, "a softcap is not");
+  expect(!p.plain() && !p.elementwise(), none, "a softcap is not");
+  p.spec = {};
+  for (Tensor* operand : {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.sinks,
+                          &p.extras.seeds}) {
+    operand->data = cells;
+    expect(!p.plain() && p.elementwise(), none, "nor is what operands do to pairs");
+    operand->data = nullptr;
+  }
+  p.extras.bias = {.data = cells, .batch = {0, 0, 0, 9}, .row = 9, .head = 0, .col = 1};
+  expect(p.bias_is_shared(), none, "a bias that batch rows and heads share");
+  const Tensor own{.data = cells, .batch = {15, 0, 5, 1}, .row = 1, .head = 1, .col = 1};
+  p.extras.bias = own;
+  expect(!p.bias_is_shared(), none, "a bias of each pair's own");
 }
 
 // Every tile of every head has one ticket, and one turn of one block.
@@ -313,6 +380,7 @@ __global__ void read_laws(Problem p, int* ints, float* floats) {
   const float s = p.score<float>(b, 0).apply<Math>(floats[threadIdx.x], 0, 0);
   floats[threadIdx.x] = s * p.score<float>(b, 0).slope(s) * p.keep(b, 0).factor(0, 0);
   p.dscore(b, 0)(0, 0, s);
+  p.bias_gradient(b, 0)(0, 0, p.addend<float>(b, 0, m.off).at(0, 0) * p.dropout<float>(b, 0).factor(0, 0));
 }
 #endif
 
@@ -326,6 +394,8 @@ int main() {
   sample_masks(300);
   check_make();
   check_score();
+  check_addend();
+  check_dropout();
   check_problem();
   std::printf("laws: %ld checks, %ld failed\n", checks, failures);
   return failures != 0;

@@ -1,0 +1,70 @@
+// What the pair of query i and key j adds to its score, read from the operands of a call where they lie: bias - ALiBi, or
+// -inf where an operand removes the pair. Knows pointers and strides of one (batch row, query head); no tile and no pass.
+#pragma once
+#include <cmath>
+
+#include "core/spec.h"
+
+namespace jax_flash2 {
+
+JAX_FLASH2_HD float bits_to_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  return __builtin_bit_cast(float, bits);
+#endif
+}
+
+// Without a subnormal float on the way: XLA's threads read one as zero.
+JAX_FLASH2_HD float f16_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = h >> 10 & 31u, mantissa = h & 0x3ffu;
+  if (exponent == 0) return (sign ? -0x1p-24f : 0x1p-24f) * float(mantissa);
+  return bits_to_float(sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13);
+}
+
+template <class Real>
+struct Addend {
+  const uint8_t* mask = nullptr;  // absent, as for all pointers here
+  int64_t mask_row = 0, mask_col = 0;
+  const int32_t *query_ids = nullptr, *key_ids = nullptr;
+  const void* bias = nullptr;
+  int64_t bias_row = 0, bias_col = 0;
+  DType bias_dtype = {};
+  bool sloped = false;
+  Real slope = 0;
+  int off = 0;  // query i stands at key position i + off
+
+  // Whether anything is added or removed at all, and whether a pair may be removed.
+  JAX_FLASH2_HD bool present() const { return removes() || sloped; }
+  JAX_FLASH2_HD bool removes() const { return mask || query_ids || bias; }
+
+  JAX_FLASH2_HD Real distance(int i, int j) const {
+    const int d = i + off - j;
+    return static_cast<Real>(d < 0 ? -d : d);
+  }
+
+  // For i < T and j < S.
+  JAX_FLASH2_HD Real at(int i, int j) const {
+    const Real removed = static_cast<Real>(-INFINITY);
+    if (mask && !mask[i * mask_row + j * mask_col]) return removed;
+    if (query_ids && (query_ids[i] < 0 || query_ids[i] != key_ids[j])) return removed;
+    const Real x = bias ? bias_at(i * bias_row + j * bias_col) : Real(0);
+    return sloped ? x - slope * distance(i, j) : x;
+  }
+
+ private:
+  JAX_FLASH2_HD Real bias_at(int64_t at) const {
+    switch (bias_dtype) {
+      case DType::kF16: return f16_to_float(static_cast<const uint16_t*>(bias)[at]);
+      case DType::kBF16: return bits_to_float(uint32_t{static_cast<const uint16_t*>(bias)[at]} << 16);
+      case DType::kF32: return static_cast<const float*>(bias)[at];
+      default: break;
+    }
+    // A finite float64 is a number in float32 too: only a true -inf removes a pair.
+    const double wide = static_cast<const double*>(bias)[at];
+    const double lowest = sizeof(Real) == 4 ? -0x1.fffffep127 : wide;
+    return static_cast<Real>(wide < lowest && wide > -INFINITY ? lowest : wide);
+  }
+};
+
+}  // namespace jax_flash2
