@@ -61,8 +61,8 @@ def attention(
     A query that reads no key gets out 0 and lse -inf (with a sink: lse = sink) and adds nothing to any gradient. Keys
     that no query may read, and queries that read no key, may hold NaN. Only a true -inf in `bias` removes a key.
 
-    The CPU kernels serve every keyword. The CUDA kernels do not serve bias, mask, alibi_slopes, sinks, segment ids and
-    dropout yet: there these raise NotImplementedError unless implementation="reference".
+    Kernels serve every keyword; on CUDA not deterministic=True with the gradients of alibi_slopes or of a bias that is
+    shared along an axis.
 
     Args:
       query: [*B, T, N, D]; bfloat16, float16, float32 or float64, the last two on CPU only. 1 <= D, Dv <= 256.

@@ -15,19 +15,10 @@ from jax import ffi
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
-from jax_flash2 import _compat, _native, _sharding
+from jax_flash2 import _compat, _native, _reads, _sharding
 from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
-_CUDA_LACKS = {
-    "mask": "mask",
-    "query_ids": "segment ids",
-    "key_ids": "segment ids",
-    "bias": "bias",
-    "alibi_slopes": "alibi_slopes",
-    "sinks": "sinks",
-    "seeds": "dropout",
-}
 TARGETS = {"flash_forward": "jax_flash2_forward_v1", "flash_backward": "jax_flash2_backward_v1"}
 
 
@@ -39,8 +30,9 @@ def lower(
     operands: tuple[str, ...],
     spec: AttentionSpec,
     implementation: str | None,
+    cleared: bool = False,
 ) -> Any:
-    """The lowering rule of both primitives for "cpu" and "cuda"."""
+    """The lowering rule of both primitives for "cpu" and "cuda". cleared: its operands have been through `_reads`."""
     if implementation not in (None, platform):
         raise NotImplementedError(
             f"implementation={implementation!r} was asked for, but this program is compiled for {platform!r}: "
@@ -48,7 +40,7 @@ def lower(
         )
     dims = Dims(operands, ctx.avals_in)
     if platform == "cuda":
-        _check_cuda(primitive, dims, operands)
+        _check_cuda(primitive, dims, operands, spec)
         if any(_padding(dims.sizes[axis]) for axis in "DV"):
             padded = functools.partial(_padded, primitive, operands)
             return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
@@ -58,6 +50,9 @@ def lower(
             primitive, operands, ctx.avals_in, devices, spec=spec, implementation=implementation
         )
         return _compat.lower_partitioned(call, ctx, *values)
+    if platform == "cuda" and not cleared and _reads.removes_pairs(operands):
+        clear = functools.partial(_cleared, primitive, operands)
+        return mlir.lower_fun(clear)(ctx, *values, spec=spec, implementation=implementation)
     given = dict(zip(operands, values, strict=True))
     avals_in = [dims.avals.get(name, dims.absent(name)) for name in OPERANDS[primitive.name]]
     arrays_in = [
@@ -97,16 +92,24 @@ def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) 
     ]
 
 
+def _cleared(primitive: Any, operands: tuple[str, ...], *xs: Any, spec: AttentionSpec, **params: Any) -> list[Any]:
+    """NaN where nobody looks would reach results by 0 * NaN in a product."""
+    xs = tuple(_reads.cleared(operands, xs, spec))
+    return primitive.bind(*xs, operands=operands, spec=spec, cleared=True, **params)  # type: ignore[no-any-return]
+
+
 def _is_wide(name: str) -> bool:
     return ARRAYS[name].axes[-1:] in ("D", "V")
 
 
-def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str]) -> None:
-    lacking = list(dict.fromkeys(feature for name, feature in _CUDA_LACKS.items() if name in operands))
-    if lacking:
+def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], spec: AttentionSpec) -> None:
+    shared_sums = ["alibi_slopes"] if "alibi_slopes" in operands else []
+    if "bias" in operands and any(not full for _, full in dims.axes("bias", dims.avals["bias"].shape)):
+        shared_sums.append("a shared bias")
+    if shared_sums and spec.deterministic and primitive.name == "flash_backward":
         raise NotImplementedError(
-            f"attention on CUDA does not serve {', '.join(lacking)} yet: run it on CPU, or choose "
-            "implementation='reference', which needs O(T S) memory"
+            f"deterministic=True on CUDA does not serve the gradient of {' and '.join(shared_sums)}: the kernels sum "
+            "it in any order. Leave deterministic=False, broadcast the bias to [*B, N, T, S], or run it on CPU"
         )
     served = {"bfloat16": "bf16", "float16": "f16"}
     dtype = str(dims.avals["q"].dtype)

@@ -20,9 +20,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     """equinox.nn.MultiheadAttention without its T x S matrix: same arguments, fields and weights, same result.
 
     One example a call, as there: `jax.vmap(layer)` maps it over a batch, and the kernels still run once. Differs in one
-    point: a query that reads no key gives the output of 0 (there: of the mean of value). The CUDA kernels serve no mask
-    and no dropout yet: there these raise NotImplementedError, unless implementation="reference". Say causal masks,
-    windows and lengths by the keywords that `__call__` has for them: they cost less than a mask.
+    point: a query that reads no key gives the output of 0 (there: of the mean of value). Say causal masks, windows and
+    lengths by the keywords that `__call__` has for them: they cost less than a mask.
     """
 
     def __call__(

@@ -45,10 +45,8 @@ def attention_fn(
 
         nn.MultiHeadDotProductAttention(..., attention_fn=functools.partial(attention_fn, is_causal=True))
 
-    and call the layer without a mask, which costs less than one. The CUDA kernels serve no mask, bias and dropout yet;
-    a mask for a single query (decode=True, where flax masks the unused part of its cache) is computed in plain
-    jax.numpy, in memory of the keys' size. Differs from flax in one point: a query that reads no key gives 0, not the
-    mean of value.
+    and call the layer without a mask, which costs less than one. Differs from flax in one point: a query that reads no
+    key gives 0, not the mean of value.
 
     Args:
       query: [*B, T, N, D].
@@ -84,8 +82,6 @@ def attention_fn(
     rate = 0.0 if deterministic else dropout_rate
     q, k, v = (_checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     dtype = dtype or jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
-    if implementation is None and mask is not None and q.ndim >= 3 and q.shape[-3] == 1:
-        implementation = "reference"  # one query: its row of scores is no larger than a head of the keys
     call = _checks.check(
         q.astype(dtype),
         k.astype(dtype),

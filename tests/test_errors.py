@@ -177,17 +177,36 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("name", OPERANDS)
-def test_what_the_cuda_kernels_lack_is_refused_by_name(name):
-    """While lowering, when the platform is known; on a CPU the same call is served."""
-    arguments = {k: x.update(dtype=bf16) for k, x in QKV.items()} | OPERANDS[name]
+def _gradient_for(platform, *names, **keywords):
+    """Lowers the gradient of a call with these operands, in bfloat16."""
+    arguments = {k: x.update(dtype=bf16) for k, x in QKV.items()}
+    for name in names:
+        arguments |= OPERANDS[name]
     shapes = {k: x for k, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    rest = {k: x for k, x in arguments.items() if k not in shapes}
-    traced = jax.jit(lambda arrays: attention(**arrays, **rest)).trace(shapes)
-    traced.lower(lowering_platforms=("cpu",))
-    with pytest.raises(NotImplementedError) as error:
-        traced.lower(lowering_platforms=("cuda",))
-    assert all(word in str(error.value) for word in (f"does not serve {name} yet", "implementation='reference'"))
+    rest = {k: x for k, x in arguments.items() if k not in shapes} | keywords
+    wanted = {k: x for k, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    others = {k: x for k, x in shapes.items() if k not in wanted}
+
+    def loss(wanted, others):
+        return jnp.sum(attention(**wanted, **others, **rest).astype(f32))
+
+    return jax.jit(jax.grad(loss)).trace(wanted, others).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_compile_for_cuda(name):
+    """Where they may remove pairs, q, k, v and dout are cleared of what may hold NaN first."""
+    text = _gradient_for("cuda", name)
+    assert text.count("custom_call @jax_flash2") == 2
+    assert ("stablehlo.select" in text) == (name in ("bias", "mask", "segment ids"))
+
+
+@pytest.mark.parametrize(("name", "words"), [("bias", "a shared bias"), ("alibi_slopes", "alibi_slopes")])
+def test_what_cuda_cannot_do_deterministically_is_refused_by_name(name, words):
+    _gradient_for("cpu", name, deterministic=True)
+    with pytest.raises(NotImplementedError, match=rf"deterministic=True on CUDA.*{words}.*deterministic=False"):
+        _gradient_for("cuda", name, deterministic=True)
+    _gradient_for("cuda", "mask", "sinks", "dropout", deterministic=True)
 
 
 @pytest.mark.parametrize("implementation", [None, "cpu", "reference"])

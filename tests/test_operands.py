@@ -3,6 +3,7 @@
 Against the float64 oracle; each operand alone is a row of cases.py.
 """
 
+import inspect
 import itertools
 
 import cases
@@ -14,10 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_flash2 import attention, reference
+from jax_flash2 import _api, _checks, _reads, attention, reference
 
 # Each in two dtypes, in turn.
 _IN_TURN = list(zip(cases.PAIRS, itertools.cycle([("float32", "bfloat16"), ("float64", "float16")])))
+
+
+_REMOVING = {"mask", "bias", "query_segment_ids"}
+
+
+def _checked(**given):
+    unset = dict.fromkeys(inspect.signature(_checks.check).parameters) | {"is_causal": False, "dropout_rate": 0.0}
+    return _checks.check(**(unset | given))
 
 
 def _check(case, backend, dtype):
@@ -154,6 +163,33 @@ def _remat(q, k, v, dropout_rate, dropout_rng):
 def test_no_dropout_is_bitwise_nothing(xs):
     call = jax.jit(attention)
     np.testing.assert_array_equal(call(*xs, dropout_rng=jax.random.key(0)), call(*xs))
+
+
+# What the CUDA kernels are given zeros for; that they need no more is tested on a GPU.
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in cases.ALL + cases.PAIRS if _REMOVING & set(case.operands)], ids=lambda case: case.id
+)
+def test_what_nobody_reads_is_cleared(case):
+    """By the rules of the reference: queries and cotangents of rows without keys, keys and values without a reader."""
+    arrays = {name: jnp.asarray(x) for name, x in (case.arrays() | dict(case.operands)).items() if name != "dlse"}
+    dout = arrays.pop("dout")
+    keywords = {n: x for n, x in case.keywords.items() if n not in ("deterministic", "dropout_rate")}
+    arrays.pop("dropout_rng", None)
+    call = _checked(**arrays, **keywords)
+    keep = np.asarray(reference._keep(call))
+    extras, spec = _api._extras(call), _api._spec(call, deterministic=False)
+    xs = {"q": call.query, "k": call.key, "v": call.value, "dout": dout}
+    operands = xs | {name: x for name, x in extras._asdict().items() if x is not None}
+    got = dict(zip(operands, _reads.cleared(list(operands), list(operands.values()), spec), strict=True))
+    reads = np.swapaxes(keep.any(-1), -1, -2)[..., None]
+    read = keep.any(-2).reshape(*case.batch, case.K, case.N // case.K, case.S).any(-2)
+    read = np.swapaxes(read, -1, -2)[..., None]
+    for name, alive in (("q", reads), ("dout", reads), ("k", read), ("v", read)):
+        np.testing.assert_array_equal(got[name], np.where(alive, xs[name], 0), err_msg=name)
+    for name in set(operands) - set(xs):
+        assert got[name] is operands[name]
 
 
 # Operands as they are.

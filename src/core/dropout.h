@@ -24,30 +24,33 @@ struct Philox {
 
 template <class Real>
 struct Dropout {
-  uint64_t threshold;   // words below it are dropped; 0: no dropout
+  uint32_t last;        // the largest word that is dropped
   uint32_t key0, key1;  // the seed
-  Real scale;           // of what is kept
+  Real scale;           // of what is kept; 0: no dropout
 
+  // Words below round(rate 2^32), ties to even, are dropped.
   static JAX_FLASH2_HD Dropout make(double rate, const uint32_t* seed) {
-    if (!seed || !(rate > 0)) return {0, 0, 0, Real(1)};
-    return {static_cast<uint64_t>(rate * 4294967296.0 + 0.5), seed[0], seed[1], static_cast<Real>(1 / (1 - rate))};
+    const double words = rate * 4294967296.0;
+    auto threshold = static_cast<uint64_t>(words);
+    const double rest = words - static_cast<double>(threshold);
+    if (rest > 0.5 || (rest == 0.5 && threshold % 2)) threshold++;
+    if (!seed || threshold == 0) return {};
+    return {static_cast<uint32_t>(threshold - 1), seed[0], seed[1], static_cast<Real>(1 / (1 - rate))};
   }
 
-  JAX_FLASH2_HD constexpr bool present() const { return threshold != 0; }
+  JAX_FLASH2_HD constexpr bool present() const { return scale != Real(0); }
 
-  // What the probabilities of (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) are multiplied by; bit 3 of i and j clear.
-  struct Factors {
-    Real of[4];
-  };
-  JAX_FLASH2_HD constexpr Factors factors(int i, int j) const {
+  // Which of (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) are kept, from bit 0 on; bit 3 of i and j clear.
+  JAX_FLASH2_HD constexpr uint32_t kept(int i, int j) const {
     const Philox p = Philox::block({uint32_t(i), uint32_t(j), 0, 0}, key0, key1);
-    const auto factor = [&](uint32_t word) { return word >= threshold ? scale : Real(0); };
-    return {{factor(p.x), factor(p.y), factor(p.z), factor(p.w)}};
+    const auto bit = [&](uint32_t word, int at) { return uint32_t(word > last) << at; };
+    return bit(p.x, 0) | bit(p.y, 1) | bit(p.z, 2) | bit(p.w, 3);
   }
 
-  // ... of query i and key j alone.
+  // What the probability of query i and key j is multiplied by.
   JAX_FLASH2_HD constexpr Real factor(int i, int j) const {
-    return present() ? factors(i & ~8, j & ~8).of[(i & 8 ? 2 : 0) + (j & 8 ? 1 : 0)] : Real(1);
+    if (!present()) return Real(1);
+    return kept(i & ~8, j & ~8) >> ((i & 8 ? 2 : 0) + (j & 8 ? 1 : 0)) & 1 ? scale : Real(0);
   }
 };
 

@@ -131,11 +131,6 @@ struct Problem {
                                extras.seeds.present() ? extras.seeds.at<const uint32_t>(b, n) : nullptr);
   }
 
-  JAX_FLASH2_HD BiasGradient bias_gradient(const Batch& b, int n) const {
-    if (!grads.bias.present()) return {};
-    return {grads.bias.at<float>(b, n), grads.bias.row, grads.bias.col, bias_is_shared()};
-  }
-
   // Hooks of kernels that serve no elementwise operand.
   JAX_FLASH2_HD Keep keep(const Batch&, int /*n*/) const { return {}; }
   JAX_FLASH2_HD DScore dscore(const Batch&, int /*n*/) const { return {}; }
@@ -148,11 +143,12 @@ struct Problem {
     return shared;
   }
 
-  // Whether operands act on each pair, or on the row's sum.
-  bool elementwise() const {
+  // Whether an Addend does anything; whether operands act on each pair, or on the row's sum, at all.
+  JAX_FLASH2_HD bool has_addend() const {
     return extras.mask.present() || extras.query_ids.present() || extras.bias.present() ||
-           extras.alibi_slopes.present() || extras.sinks.present() || extras.seeds.present();
+           extras.alibi_slopes.present();
   }
+  JAX_FLASH2_HD bool elementwise() const { return has_addend() || extras.sinks.present() || extras.seeds.present(); }
 
   // The plain body serves bounds only, with a scale known to be positive; the general one acts on every score.
   bool plain() const { return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0 && !elementwise(); }

@@ -31,24 +31,4 @@ struct DScore {
   JAX_FLASH2_HD void operator()(int /*i*/, int /*j*/, float /*ds*/) const {}
 };
 
-// What a backward of the GPU does with d loss / d score of one pair: adds it to the gradient of the bias, whose elements
-// may be shared by heads, batch rows, queries or keys.
-struct BiasGradient {
-  float* bias;  // of one (batch row, query head); null: no such gradient
-  int64_t row, col;
-  bool shared;
-
-  JAX_FLASH2_HD void operator()(int i, int j, float ds) const {
-    if (!bias) return;
-    float* const to = bias + i * row + j * col;
-#if defined(__CUDA_ARCH__)
-    if (shared) {
-      atomicAdd(to, ds);
-      return;
-    }
-#endif
-    *to += ds;
-  }
-};
-
 }  // namespace jax_flash2

@@ -47,10 +47,10 @@ void fill_factor(const Dropout<Real>& dropout, int i0, int n, int j0, int m, Til
   };
   each(j0, m, [&](int j) {
     each(i0, n, [&](int i) {
-      const auto factors = dropout.factors(i, j);
+      const uint32_t kept = dropout.kept(i, j);
       for (int x = 0; x < 4; x++) {
         const int r = i + (x & 2 ? 8 : 0) - i0, c = j + (x & 1 ? 8 : 0) - j0;
-        if (0 <= r && r < n && 0 <= c && c < m) to.data[c * to.ld + r] = factors.of[x];
+        if (0 <= r && r < n && 0 <= c && c < m) to.data[c * to.ld + r] = kept >> x & 1 ? dropout.scale : 0;
       }
     });
   });

@@ -1,4 +1,5 @@
-// What a backward does before its main kernel: delta = rowsum(dout * out) - dlse, and cleared accumulators. Bound by
+// What a backward does before its main kernel: delta = rowsum(dout * out) - dlse, the gradient of a sink, which follows from
+// it, and cleared accumulators. Bound by
 // memory, so everything moves in 16-byte pieces and one kernel does both. Knows no tile size and no architecture.
 #pragma once
 #include <cuda_bf16.h>
@@ -77,8 +78,13 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
     const int local = threadIdx.x / kLanes + pass * kStep;
     if (row0 + local < rows && threadIdx.x % kLanes == 0) {
       const int t = t0 + (n0 + local) / p.N, n = (n0 + local) % p.N;
-      if (p.dlse.present()) sum -= p.dlse.at<const float>(b, n)[t * p.dlse.row];
-      p.delta.at<float>(b, n)[t * p.delta.row] = live.has(t) ? sum : 0.0f;  // a dead row may hold NaN
+      const float dlse = p.dlse.present() ? p.dlse.at<const float>(b, n)[t * p.dlse.row] : 0.0f;
+      p.delta.at<float>(b, n)[t * p.delta.row] = live.has(t) ? sum - dlse : 0.0f;  // a dead row may hold NaN
+      if (p.grads.sinks.present()) {  // a row without keys has an lse all the same
+        const float lse = p.lse.at<const float>(b, n)[t * p.lse.row];
+        const float share = expf(p.sink<float>(b, n) - lse) * (dlse - (live.has(t) ? sum : 0.0f));
+        p.grads.sinks.at<float>(b, n)[t * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
+      }
     }
   }
 }

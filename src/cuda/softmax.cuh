@@ -114,11 +114,24 @@ struct Softmax {
     float inverse;  // what the unscaled output is multiplied by
     float lse;      // natural log
   };
+  // kNatural: the unit is that of natural scores, and even the lowest one has an lse.
+  template <bool kNatural = false>
   __device__ __forceinline__ Row finish(int i, int h) const {
     const float total = quad_sum(sum[i][h]);
     if (total == 0) return {0, -INFINITY};  // not `> 0`: a NaN goes on
+    if constexpr (kNatural) return {1.0f / total, reference[i][h] + ptx::lg2(total) * kLn2};
     return {1.0f / total, (reference[i][h] * log2_unit + ptx::lg2(total)) * kLn2};
   }
 };
+
+// A row's end when one more key, of score `sink` and without a value, takes part. -INFINITY: there is none.
+template <class Row>
+__device__ __forceinline__ Row with_sink(Row end, float sink) {
+  if (sink == -INFINITY) return end;
+  if (end.lse == -INFINITY) return {0, sink};  // no key beside it
+  const float top = fmaxf(end.lse, sink), keys = ptx::ex2((end.lse - top) * kLog2e);
+  const float total = keys + ptx::ex2((sink - top) * kLog2e);
+  return {end.inverse * keys / total, top + ptx::lg2(total) * kLn2};
+}
 
 }  // namespace jax_flash2::cuda

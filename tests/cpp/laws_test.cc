@@ -380,7 +380,7 @@ __global__ void read_laws(Problem p, int* ints, float* floats) {
   const float s = p.score<float>(b, 0).apply<Math>(floats[threadIdx.x], 0, 0);
   floats[threadIdx.x] = s * p.score<float>(b, 0).slope(s) * p.keep(b, 0).factor(0, 0);
   p.dscore(b, 0)(0, 0, s);
-  p.bias_gradient(b, 0)(0, 0, p.addend<float>(b, 0, m.off).at(0, 0) * p.dropout<float>(b, 0).factor(0, 0));
+  floats[threadIdx.x] += p.addend<float>(b, 0, m.off).at(0, 0) * p.dropout<float>(b, 0).factor(0, 0);
 }
 #endif
 

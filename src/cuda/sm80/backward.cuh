@@ -1,6 +1,6 @@
 // The backward pass on mma.sync (compute capability 8.0 and newer), FlashAttention-2's way: a block owns a tile of keys of
 // one head and walks the query tiles that its mask leaves; dK and dV stay in registers, dQ is added to memory. Asks Mask,
-// Score, Keep and DScore, and never knows which feature it serves.
+// Score, Addend and Dropout, and never knows which feature it serves.
 //
 // Scores are computed transposed (keys x queries), so that P and dS leave the tensor cores as the operands that dV = P dO
 // and dK = dS Q want, in registers. Only dS, which dQ = dS^T K wants the other way round, goes through shared memory, and
@@ -15,8 +15,10 @@
 #include "core/problem.h"
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/score_gradients.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
 #include "cuda/softmax.cuh"
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     return x;
   };
   const auto publish_statistic = [&](float x) {
-    if (brings_lse) x = x == -INFINITY ? x : -x * kLog2e;
+    if (brings_lse) x = x == -INFINITY ? x : kPlain ? -x * kLog2e : -x;
     if (threadIdx.x < 2 * Config::kTile.queries) ptx::st_shared_f32(statistics_s + threadIdx.x * 4, x);
   };
 
@@ -229,8 +231,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       statistic = read_statistic(next);
     }
     const int i0 = at.tile * Config::kTile.queries;
-    const Keep keep = p.keep(b, at.n);
-    const DScore dscore = p.dscore(b, at.n);
+    const auto dropout = kPlain ? Dropout<float>{} : p.dropout<float>(b, at.n);
+    const auto gradients = kPlain ? ScoreGradients{} : ScoreGradients::make(p, b, at.n);
 
     const auto q_rows = q_view.at(stage), dout_rows = q_view.at(stage + kDout);
     constexpr uint32_t kRows = kQueryBlocks * 16 * QTile::kRowBytes;
@@ -280,6 +282,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       }
 
       uint32_t p_r[kSubBlocks][kKeyBlocks][4], ds_r[kSubBlocks][kKeyBlocks][4];
+      [[maybe_unused]] uint32_t kept[kKeyBlocks][2] = {};  // what dropout keeps of two column blocks
 #pragma unroll
       for (int j = 0; j < 2 * kSubBlocks; j++) {
         const float2 delta = ptx::ld_shared_v2_f32(statistics_s + (Config::kTile.queries + column0 + 8 * j) * 4);
@@ -293,22 +296,44 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
             }
           }
         } else {
-          const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);
+          const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, natural
+          const int row0 = i0 + column0 + 8 * j;
+          float slope[2] = {};
+          const bool adds = p.has_addend();
+          Addend<float> addend;  // anew: registers are full
+          if (adds) addend = p.addend<float>(b, at.n, mask.off);
 #pragma unroll
           for (int i = 0; i < kKeyBlocks; i++) {
+            const int key0 = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
+#pragma unroll
+            for (int e = 0; e < 2;
+                 e++) {  // of keys key0 and key0 + 8, queries row0 and row0 - 8 or + 8: one block's words
+              if (dropout.present() && j % 2 == 0) kept[i][e] = dropout.kept(row0 + e, key0);
+            }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-              const int row = i0 + column0 + 8 * j + e % 2;
-              const int key = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + e / 2 * 8 + lane / 4;
-              const float x = score.apply<Math>(s[i][j][e], row, key), kept = keep.factor(row, key);
-              const float probability = ptx::ex2(fmaf(x, kLog2e, e % 2 ? lse.y : lse.x));
-              const bool visible = seen(i, e / 2).has(8 * j + e % 2);
-              const float ds = probability * (dp[i][j][e] * kept - (e % 2 ? delta.y : delta.x));
-              s[i][j][e] = visible ? probability * kept : 0.0f;
+              const int row = row0 + e % 2, key = key0 + e / 2 * 8;
+              const float x = score.apply<Math>(s[i][j][e], row, key);
+              bool visible = seen(i, e / 2).has(8 * j + e % 2);
+              float added = 0;
+              if (visible && adds) {
+                added = addend.at(opaque(row), opaque(key));
+                visible = added != -INFINITY;
+              }
+              float factor = 1;
+              if (dropout.present()) factor = kept[i][e % 2] >> (j % 2 * 2 + e / 2) & 1 ? dropout.scale : 0.0f;
+              const float probability = ptx::ex2((x + added + (e % 2 ? lse.y : lse.x)) * kLog2e);
+              const float ds = probability * (dp[i][j][e] * factor - (e % 2 ? delta.y : delta.x));
+              s[i][j][e] = visible ? probability * factor : 0.0f;
               dp[i][j][e] = visible ? ds * score.slope(x) : 0.0f;
-              if (visible) dscore(row, key, ds);
+              if (visible) {
+                gradients.add_bias(row, key, ds);
+                slope[e % 2] -= ds * addend.distance(row, key);
+              }
             }
           }
+#pragma unroll
+          for (int e = 0; e < 2; e++) gradients.add_slope(row0 + e, row0 + e < p.T, slope[e]);
         }
       }
 #pragma unroll
@@ -514,6 +539,7 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
   const bool split = plan.order.parts > 1;
   if (p.T > 0) {
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
+    if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   }
   const int bytes = kTile.shared_bytes(plan.stages);
   const auto kernel = backward_kernel<Config, Element, kPlain>;

@@ -1,7 +1,7 @@
 // The forward pass on mma.sync (compute capability 8.0 and newer), FlashAttention-2's way: a block owns a tile of
 // queries of one head and walks the key tiles that its mask leaves, from the last to the first; warps split the rows;
-// scores, probabilities and the unscaled output stay in registers. Asks Mask and Score, and never knows which feature
-// it serves.
+// scores, probabilities and the unscaled output stay in registers. Asks Mask, Score, Addend and Dropout, and never knows
+// which feature it serves.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -12,6 +12,7 @@
 
 #include "core/problem.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/softmax.cuh"
@@ -64,13 +65,14 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
+  const auto sink = [&](int row) { return kPlain || row >= mask.q_len ? -INFINITY : p.sink<float>(b, n); };
 
   if (tiles.begin >= tiles.end) {
     constexpr int kChunks = kHeadDim / 8;
     for (int x = threadIdx.x; x < kRows * kChunks; x += kThreads) {
       const int i = row0 + x / kChunks, column = x % kChunks * 8;
       if (i < p.T && column < p.Dv) *reinterpret_cast<uint4*>(out_g + i * p.out.row + column) = uint4{};
-      if (i < p.T && column == 0) lse_g[i * p.lse.row] = -INFINITY;
+      if (i < p.T && column == 0) lse_g[i * p.lse.row] = sink(i);
     }
     return;
   }
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
 
   const Score<float> score = p.score<float>(b, n);
-  const Keep keep = p.keep(b, n);
+  const auto dropout = kPlain ? Dropout<float>{} : p.dropout<float>(b, n);
   Softmax<kRowBlocks> softmax(kPlain ? score.scale * kLog2e : kLog2e);
   float out[kRowBlocks][kOut8][4] = {};
 
@@ -163,6 +165,23 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           }
         }
       }
+      if (p.has_addend()) {
+        // Anew: registers are full.
+        const auto addend = p.addend<float>(p.batch(place.head / p.N), n, mask.off);
+#pragma unroll
+        for (int i = kFirst; i < kRowBlocks; i++) {
+#pragma unroll
+          for (int j = 0; j < kCols8; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              const int row = opaque(row0 + block_row(i) + lane / 4 + e / 2 * 8);
+              const int column = opaque(column0 + 8 * j + e % 2);
+              const float added = mask.visible(row, column) ? addend.at(row, column) : -INFINITY;
+              s[i][j][e] = added == -INFINITY ? added : s[i][j][e] + added;  // a NaN of a key that the row does not see
+            }
+          }
+        }
+      }
     }
     if constexpr (kMasked) {
 #pragma unroll
@@ -198,9 +217,18 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       for (int i = kFirst; i < kRowBlocks; i++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          const int row = row0 + block_row(i) + lane / 4 + e / 2 * 8, column = column0 + 16 * c + e % 2;
-          s[i][2 * c][e] = softmax.power(s[i][2 * c][e], i, e / 2) * keep.factor(row, column);
-          s[i][2 * c + 1][e] = softmax.power(s[i][2 * c + 1][e], i, e / 2) * keep.factor(row, column + 8);
+          s[i][2 * c][e] = softmax.power(s[i][2 * c][e], i, e / 2);
+          s[i][2 * c + 1][e] = softmax.power(s[i][2 * c + 1][e], i, e / 2);
+        }
+        if (!kPlain && dropout.present()) {
+#pragma unroll
+          for (int e = 0; e < 2; e++) {  // what one block of random words decides
+            const uint32_t kept = dropout.kept(row0 + block_row(i) + lane / 4, column0 + 16 * c + e);
+            s[i][2 * c][e] *= kept & 1 ? dropout.scale : 0.0f;
+            s[i][2 * c + 1][e] *= kept & 2 ? dropout.scale : 0.0f;
+            s[i][2 * c][e + 2] *= kept & 4 ? dropout.scale : 0.0f;
+            s[i][2 * c + 1][e + 2] *= kept & 8 ? dropout.scale : 0.0f;
+          }
         }
         tile::convert_c_to_a<Element>(probability[i], s[i][2 * c], s[i][2 * c + 1]);
       }
@@ -238,8 +266,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = row0 + block_row(i) + lane / 4 + h * 8;
-      typename Softmax<kRowBlocks>::Row end = softmax.finish(i, h);
+      typename Softmax<kRowBlocks>::Row end = softmax.template finish<!kPlain>(i, h);
       if (!live_q.has(row)) end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
+      if constexpr (!kPlain) end = with_sink(end, sink(row));
       inverse[h] = end.inverse;
       if (lane % 4 == 0 && row < p.T) lse_g[row * p.lse.row] = end.lse;
     }

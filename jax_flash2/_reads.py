@@ -1,0 +1,65 @@
+"""Which queries read a key at all, and which keys a query reads at all, where operands remove pairs one by one.
+
+What is dead may hold NaN, and 0 times NaN is NaN in a matrix product: the CUDA kernels, which know the bounds of
+lengths and windows alone, are given zeros for it. Two reductions that XLA fuses: nothing of size T x S is kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from jax_flash2._arrays import Dims
+from jax_flash2._spec import AttentionSpec
+
+_REMOVING = ("mask", "query_ids", "key_ids", "bias")
+
+
+def removes_pairs(operands: Sequence[str]) -> bool:
+    return any(name in operands for name in _REMOVING)
+
+
+def cleared(operands: Sequence[str], xs: Sequence[Any], spec: AttentionSpec) -> list[Any]:
+    """The operands with zeros for what nobody reads and what reads nothing."""
+    dims = Dims(operands, xs)
+    keep = _keep(dict(zip(operands, xs, strict=True)), dims, spec)
+    reads = jnp.swapaxes(jnp.any(keep, -1), -1, -2)[..., None]  # [*#B, T, #N, 1]
+    K = dims.sizes["K"]
+    heads = jnp.broadcast_to(keep, (*keep.shape[:-3], dims.sizes["N"], *keep.shape[-2:]))
+    is_read = jnp.any(heads.reshape(*keep.shape[:-3], K, dims.sizes["N"] // K, *keep.shape[-2:]), (-3, -2))
+    is_read = jnp.swapaxes(is_read, -1, -2)[..., None]  # [*#B, S, K, 1]
+
+    def clear(name: str, x: Any) -> Any:
+        if name in ("q", "dout"):
+            return jnp.where(reads, x, jnp.zeros((), x.dtype))
+        if name in ("k", "v"):
+            return jnp.where(is_read, x, jnp.zeros((), x.dtype))
+        return x
+
+    return [clear(name, x) for name, x in zip(operands, xs, strict=True)]
+
+
+def _keep(x: dict[str, Any], dims: Dims, spec: AttentionSpec) -> jax.Array:
+    """[*#B, #N, T, S]: whether a query reads a key."""
+    T, S = dims.sizes["T"], dims.sizes["S"]
+    i, j = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)
+
+    def length(name: str, full: Any) -> Any:
+        return jnp.clip(x[name], 0, full)[..., None, None, None] if name in x else jnp.asarray(full, jnp.int32)
+
+    query_len, key_len = length("query_lens", T), length("key_lens", S)
+    position = i + (key_len - query_len) if spec.bottom_right else i
+    keep: jax.Array = (i < query_len) & (j < key_len)
+    if spec.window_left >= 0:
+        keep = keep & (j >= position - spec.window_left)
+    if spec.window_right >= 0:
+        keep = keep & (j <= position + spec.window_right)
+    if "mask" in x:
+        keep = keep & x["mask"]
+    if "query_ids" in x:
+        query_ids, key_ids = x["query_ids"][..., None, :, None], x["key_ids"][..., None, None, :]
+        keep = keep & (query_ids == key_ids) & (query_ids >= 0)
+    if "bias" in x:
+        keep = keep & (x["bias"] != -jnp.inf)
+    return keep
