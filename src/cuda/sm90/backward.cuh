@@ -38,10 +38,12 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
       ptx::mbarrier_init(shared + Shared::kQRing + s * 16, 2);
       ptx::mbarrier_init(shared + Shared::kQRing + s * 16 + 8, kWarps);
     }
-    ptx::mbarrier_init(shared + Shared::kDqRing, kWarps);
-    ptx::mbarrier_init(shared + Shared::kDqRing + 8, 1);
+    for (int g = 0; g < kTile.kConsumers; g++) {
+      ptx::mbarrier_init(shared + Shared::kDqRing + g * Ring<1>::kBytes, 4);
+      ptx::mbarrier_init(shared + Shared::kDqRing + g * Ring<1>::kBytes + 8, 1);
+    }
     Ring<1>{shared + Shared::kChoreRing}.init(1);
-    Ring<Shared::kPlans>{shared + Shared::kPlanRing}.init(Plans<Config>::kReaders);
+    Ring<Shared::kPlans>{shared + Shared::kPlanRing}.init(Plans<Config>::readers(schedule.drains()));
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // barriers are there
@@ -54,9 +56,11 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
     } else if (warp == 1) {
       feed_statistics<Config>(p, schedule, shared);
     } else if (warp == 2) {
-      drain_queries<Config>(p, schedule, shared);
+      drain_queries<Config>(p, schedule, shared, 0, schedule.chores ? 2 : 1);
+    } else if (!schedule.chores) {
+      drain_queries<Config>(p, schedule, shared, 1, 2);
     } else if constexpr (Shared::kHasChores) {
-      if (schedule.chores) Chores<Config, Element>(p, tensors, schedule, shared).run();
+      Chores<Config, Element>(p, tensors, schedule, shared).run();
     }
   } else {
     ptx::setmaxnreg_inc<kTile.consumer_registers()>();

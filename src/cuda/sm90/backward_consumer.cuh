@@ -124,7 +124,7 @@ struct BackwardConsumer {
         lane(threadIdx.x % 32),
         group(group),
         k_ring{shared + Shared::kKRing},
-        dq_ring{shared + Shared::kDqRing},
+        dq_ring{shared + Shared::kDqRing + group * Ring<1>::kBytes},
         q_ring{shared + Shared::kQRing} {}
 
   template <class Action>
@@ -195,7 +195,7 @@ struct BackwardConsumer {
   }
 };
 
-// By whole warpgroups: all key tiles of the block. Kind has step<kMasked>(plans, query head, query tile), end_of_tile(),
+// By whole warpgroups: all key tiles of the block. Kind has step<kMasked>(plans, query head, query tile), end_of_head(),
 // and finish(key tile), which writes dK and dV and gives K and V back.
 template <class Config, class Element, bool kPlain, class Kind>
 __device__ __forceinline__ void compute(Kind& kind) {
@@ -220,21 +220,19 @@ __device__ __forceinline__ void compute(Kind& kind) {
     kind.begin(at);
     clear_dead_rows<KTile>(kind.shared + Shared::kK, key0, p.S, at.mask.live_keys(), kind.kGroupBarrier + kind.group);
     // Bounds are read where they are needed: there are no registers to keep them.
-    int place = at.tiles.begin;
-    const auto section = [&]<bool kMasked>(int end) {
 #pragma unroll 1
-      for (; place < end; place++) {
-        const int m = plans.query_tile(place);
+    for (int n = at.n_begin; n < plans.n_end(); n++) {
+      int m = plans.tiles().begin;
+      if constexpr (kPlain) {
 #pragma unroll 1
-        for (int n = plans.n_begin(); n < plans.n_end(); n++) kind.template step<kMasked>(plans, n, m);
+        for (const int end = plans.tiles().full_begin; m < end; m++) kind.template step<true>(plans, n, m);
+#pragma unroll 1
+        for (const int end = plans.tiles().full_end; m < end; m++) kind.template step<false>(plans, n, m);
       }
-    };
-    if constexpr (kPlain) {
-      section.template operator()<true>(plans.tiles().full_begin);
-      section.template operator()<false>(plans.tiles().full_end);
+#pragma unroll 1
+      for (const int end = plans.tiles().end; m < end; m++) kind.template step<true>(plans, n, m);
+      kind.end_of_head();
     }
-    section.template operator()<true>(plans.tiles().end);
-    kind.end_of_tile();
     kind.finish(plans.current());  // not kept through the loops
   }
   if (kind.thread == 0) ptx::cp_async_bulk_wait_group<0>();  // shared memory is read until then

@@ -26,18 +26,18 @@ __device__ __forceinline__ void walk(uint32_t shared, const Enter& enter, const 
     if (at.tiles.begin < at.tiles.end) {
       enter(at);
 #pragma unroll 1
-      for (int place = at.tiles.begin; place < plans.tiles().end; place++) {
-        const int m = plans.query_tile(place);
+      for (int n = at.n_begin; n < plans.n_end(); n++) {
+        const Tiles tiles = plans.tiles();
 #pragma unroll 1
-        for (int n = plans.n_begin(); n < plans.n_end(); n++) visit(plans, n, m);
+        for (int m = tiles.begin; m < tiles.end; m++) visit(plans, n, m);
       }
     }
     leave(plans);
   }
 }
 
-// The next ticket of a call whose blocks wait for each other: who has it waits for lower ones alone, and they were drawn
-// before. The counter stands behind those of the first head.
+// The next ticket of a call whose blocks wait for each other: who has it waits for lower ones alone, whose blocks have
+// begun. The counter stands behind those of the first head.
 __device__ __forceinline__ uint32_t draw_ticket(const Problem& p) {
   return atomicAdd(static_cast<int*>(p.order.data) + (p.T + 31) / 32, 1);
 }
@@ -66,19 +66,12 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
     }
   };
   Plans<Config> plans(shared);
+  const uint32_t block = schedule.ordered ? draw_ticket(p) : blockIdx.x;
+  const int steps = schedule.steps(block);
   KeyTile at{};
-  uint32_t unit = schedule.ordered ? draw_ticket(p) : blockIdx.x;
-  int step = 0;
-  const auto next = [&] {
-    if (schedule.ordered) {
-      unit = draw_ticket(p);
-    } else {
-      step++;
-    }
-  };
 #pragma unroll 1
-  for (; schedule.has(unit, step); next()) {
-    const BackwardSchedule::Place place = schedule.place(unit, step);
+  for (int step = 0; step < steps; step++) {
+    const BackwardSchedule::Place place = schedule.place(block, step);
     if (place.tile < 0) continue;
     at.template find<Config::kTile.keys(), Config::kTile.queries>(p, schedule, place);
     plans.publish(at);
@@ -91,10 +84,10 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
     load(VTile{}, Shared::kV, tensors.v.map, k_row, at.k_head, tensors.v.batch(at.b), k_ring.full(), ptx::kEvictFirst);
     k_ring.next();
 #pragma unroll 1
-    for (int place = at.tiles.begin; place < at.tiles.end; place++) {
-      const int row = (at.flip < 0 ? place : at.flip - place) * Config::kTile.queries;
+    for (int n = at.n_begin; n < at.n_end; n++) {
 #pragma unroll 1
-      for (int n = at.n_begin; n < at.n_end; n++) {
+      for (int m = at.tiles.begin; m < at.tiles.end; m++) {
+        const int row = m * Config::kTile.queries;
         q_ring.wait_empty();
         ptx::mbarrier_arrive_expect_tx(q_ring.full(), QTile::kBytes);
         load(QTile{}, Shared::kQ + q_ring.stage * QTile::kBytes, tensors.q.map, row, n, q_batch, q_ring.full(),
@@ -153,30 +146,26 @@ __device__ __forceinline__ void feed_statistics(const Problem& p, const Backward
       [](const Plans<Config>&) {});
 }
 
-// One warp: adds to memory what both warpgroups have worked out of dQ. Rows past T have no place in dq_acc; whole blocks
-// of 16 rows are contiguous in it, and what a warpgroup has of their columns is too.
+// One warp: adds to memory what the warpgroups from `first_group` to `end_group` have worked out of dQ. Rows past T have
+// no place in dq_acc; whole blocks of 16 rows are contiguous in it, and what a warpgroup has of their columns is too.
 template <class Config>
-__device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSchedule& schedule, uint32_t shared) {
+__device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSchedule& schedule, uint32_t shared,
+                                              int first_group, int end_group) {
   using Shared = BackwardShared<Config>;
   constexpr BackwardTile kTile = Config::kTile;
   constexpr int kBlock = tile::RowBlocks::kRows;
-  Ring<1> dq_ring{shared + Shared::kDqRing};
+  Ring<1> dq_ring{shared + Shared::kDqRing};  // the first of the warpgroups'; they go round together
+  const auto ring_of = [&](int group) {
+    return Ring<1>{dq_ring.barriers + group * Ring<1>::kBytes, dq_ring.stage, dq_ring.parity};
+  };
   const bool leads = threadIdx.x % 32 == 0;
   float* dq_g = nullptr;
   int* order_g = nullptr;
-  // Whose turn is over is told a step later, or when this warp has to wait for its own: what was added is in memory by
-  // then, and nobody stands still until it is.
-  int* pending = nullptr;
-  const auto tell = [&] {
-    ptx::fence_proxy_async_global();
-    __threadfence();
-    atomicAdd(pending, 1);
-    pending = nullptr;
-  };
-  // The part of one warpgroup, which lies alone in shared memory.
-  const auto add = [&](int group, int round, float* to, int row0) {
-    const int rows = min_(p.T - row0, 64);
+  // The part of one warpgroup, which lies alone in shared memory: they leave at different times.
+  const auto add = [&](int group, int round, float* dq_n, int m) {
+    const int row0 = m * kTile.queries + (kTile.dq_by_rows() ? group * 64 : 0), rows = min_(p.T - row0, 64);
     const uint32_t from = shared + Shared::kDq + group * 64 * (kTile.dq_by_rows() ? p.D : Shared::kRoundCols) * 4;
+    float* const to = dq_n + int64_t(row0) * p.D;
     if (kTile.dq_by_rows()) {
       if (rows > 0) ptx::cp_reduce_async_bulk_add_f32(to, from, rows * p.D * 4);
       return;
@@ -203,41 +192,40 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
       },
       [&](const Plans<Config>& plans, int n, int m) {
         if (!leads) return;
-        float* const dq_n = dq_g + n * p.dq_acc.head;
         int* const turn = order_g + n * p.order.head + m;
 #pragma unroll 1
         for (int round = 0; round < kTile.dq_rounds; round++) {
-          dq_ring.wait_full();
-          if (schedule.ordered && round == 0) {  // until every block whose turn is earlier has added its part
+          ring_of(first_group).wait_full();
+          if (schedule.ordered && round == 0) {  // until every block whose turn is earlier has added its parts
             const KeyTile at = plans.current();
             const Tiles writers =
                 at.mask.key_tiles(m * kTile.queries, min_((m + 1) * kTile.queries, p.T), kTile.keys());
             const int before = schedule.descending ? writers.end - 1 - at.tile : at.tile - writers.begin;
-            const auto early = [&] { return *reinterpret_cast<volatile int*>(turn) < before; };
-            if (early() && pending) {
-              ptx::cp_async_bulk_wait_group<0>();
-              tell();
-            }
-            while (early()) {
+            while (*reinterpret_cast<volatile int*>(turn) < before * kTile.kConsumers) {
             }
             __threadfence();
             ptx::fence_proxy_async_global();
           }
 #pragma unroll 1
-          for (int group = 0; group < kTile.kConsumers; group++) {
-            const int row0 = m * kTile.queries + (kTile.dq_by_rows() ? group * 64 : 0);
-            add(group, round, dq_n + int64_t(row0) * p.D, row0);
+          for (int group = first_group; group < end_group; group++) {
+            ring_of(group).wait_full();
+            add(group, round, dq_g + n * p.dq_acc.head, m);
           }
           ptx::cp_async_bulk_commit_group();
-          ptx::cp_async_bulk_wait_group_read<0>();
-          dq_ring.release();
-          dq_ring.next();
-          if (pending) {
-            ptx::cp_async_bulk_wait_group<1>();
-            tell();
+          if (schedule.ordered) {
+            ptx::cp_async_bulk_wait_group<0>();
+          } else {
+            ptx::cp_async_bulk_wait_group_read<0>();
           }
+#pragma unroll 1
+          for (int group = first_group; group < end_group; group++) ring_of(group).release();
+          dq_ring.next();
         }
-        if (schedule.ordered) pending = turn;
+        if (schedule.ordered) {
+          ptx::fence_proxy_async_global();
+          __threadfence();
+          atomicAdd(turn, 1);
+        }
       },
       [&](const Plans<Config>& plans) {
         if (!schedule.chores || !leads) return;
@@ -246,9 +234,7 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
         ptx::cp_async_bulk_wait_group<0>();
         HeadCounters(p, at.batch_row, at.k_head).tell_added();
       });
-  if (!leads) return;
-  ptx::cp_async_bulk_wait_group<0>();  // before the block ends
-  if (pending) tell();
+  if (leads) ptx::cp_async_bulk_wait_group<0>();  // before the block ends
 }
 
 }  // namespace jax_flash2::cuda::sm90

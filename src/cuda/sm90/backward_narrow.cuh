@@ -133,15 +133,17 @@ struct NarrowTile : BackwardConsumer<Config> {
     }
   }
 
-  __device__ __forceinline__ void end_of_tile() {}
+  __device__ __forceinline__ void end_of_head() {}
 
   // Out through the places of dQ and dS.
   __device__ __forceinline__ void finish(const KeyTile& at) {
     one_a_warp([&] { k_ring.release(); });
     k_ring.next();
     if (this->schedule.parts == 1) {
-      dq_ring.wait_empty();  // dQ has left
-      sync_all();            // and nobody reads dS
+      for (int g = 0; g < kTile.kConsumers; g++) {  // all of dQ has left
+        Ring<1>{this->shared + Shared::kDqRing + g * Ring<1>::kBytes, 0, dq_ring.parity}.wait_empty();
+      }
+      sync_all();  // and nobody reads dS
     }
     this->template write_keys<Element>(at, at.tile * kKeys + group * 64);
   }

@@ -51,9 +51,9 @@ struct BackwardShared {
   static constexpr int kKRing = kStatistics + kStages * kStatisticsBytes;  // K and V together
   static constexpr int kQRing = kKRing + Ring<1>::kBytes;                  // Q and the statistics
   static constexpr int kDoutRing = kQRing + Ring<kStages>::kBytes;
-  static constexpr int kDqRing = kDoutRing + Ring<kDoutBuffers>::kBytes;
+  static constexpr int kDqRing = kDoutRing + Ring<kDoutBuffers>::kBytes;  // one a warpgroup
   static constexpr int kPlans = 2, kPlanBytes = 80;
-  static constexpr int kPlanRing = kDqRing + Ring<1>::kBytes;
+  static constexpr int kPlanRing = kDqRing + BackwardTile::kConsumers * Ring<1>::kBytes;
   static constexpr int kChoreRing = kPlanRing + Ring<kPlans>::kBytes;
   static constexpr int kPlan = kChoreRing + Ring<1>::kBytes;
   // A tile of out and one of dO, or one of dQ, where there is room for them.
@@ -74,25 +74,21 @@ struct BackwardShared {
 struct BackwardSchedule {
   FixedLists lists;  // of "heads", which are parts of key heads
   uint32_t parts;
-  bool first_long;    // the first key tiles meet the most queries, not the last ones
-  uint32_t resident;  // blocks that the device runs at once
-  bool ordered;       // blocks draw tickets, and add to dQ in the tickets' order,
-  bool descending;    // the last keys first
-  bool backwards;  // queries are walked from the last one on: blocks of a causal mask then read the same ones at a time
-  bool chores;     // blocks do what else would be kernels before and after this one; all are resident
+  bool first_long;  // the first key tiles meet the most queries, not the last ones
+  bool ordered;     // blocks add to dQ in turn: a tile a block, that with the lowest ticket first,
+  bool descending;  // the last keys first
+  bool chores;      // blocks do what else would be kernels before and after this one; all are resident
 
   struct Place {
     int tile, part, head;  // tile -1: nothing to do; head: key head and batch row together
     bool ends_unit;        // the last tile of a list's unit
   };
   JAX_FLASH2_HD uint32_t tickets() const { return lists.tiles * lists.heads; }
-  JAX_FLASH2_HD int64_t blocks() const {
-    return !ordered ? lists.blocks() : tickets() < resident ? tickets() : resident;
-  }
-  // Whether there is a step of a block's list, or, in order, a ticket; and where.
-  JAX_FLASH2_HD bool has(uint32_t unit, int step) const {
-    return ordered ? unit < tickets() : step < lists.steps(unit);
-  }
+  JAX_FLASH2_HD int64_t blocks() const { return ordered ? tickets() : lists.blocks(); }
+  JAX_FLASH2_HD int steps(uint32_t block) const { return ordered ? 1 : lists.steps(block); }
+  // Warps that add dQ to memory: one a warpgroup, where no other has the chores.
+  JAX_FLASH2_HD int drains() const { return chores ? 1 : BackwardTile::kConsumers; }
+  // A step of a block's list, or what a ticket stands for.
   JAX_FLASH2_HD Place place(uint32_t unit, int step) const {
     if (ordered) {
       const uint32_t tile = unit % lists.tiles;
@@ -110,9 +106,8 @@ struct KeyTile {
   int tile, batch_row, k_head, n_begin, n_end;
   Batch b;
   Mask mask;
-  Tiles tiles;  // in the order in which they are walked
+  Tiles tiles;
   int ends_unit;
-  int flip;  // the sum of a query tile and its place in that order, or -1: they are the same
 
   template <int kKeys, int kQueries>
   __device__ __forceinline__ void find(const Problem& p, const BackwardSchedule& schedule,
@@ -128,10 +123,6 @@ struct KeyTile {
     const Range live = mask.live_queries();
     tiles.full_begin = clamp_((live.begin + kQueries - 1) / kQueries, tiles.full_begin, tiles.full_end);
     if (live.end != p.T) tiles.full_end = clamp_(live.end / kQueries, tiles.full_begin, tiles.full_end);
-    flip = schedule.backwards ? tiles.begin + tiles.end - 1 : -1;
-    if (schedule.backwards) {
-      tiles = {tiles.begin, flip + 1 - tiles.full_end, flip + 1 - tiles.full_begin, tiles.end};
-    }
   }
 };
 
@@ -172,7 +163,8 @@ struct HeadCounters {
 template <class Config>
 struct Plans {
   using Shared = BackwardShared<Config>;
-  static constexpr int kReaders = 2 + BackwardTile::kConsumers * 4;  // warps
+  // Warps that read plans: one that brings statistics, `drains`, and those that compute.
+  static constexpr int readers(int drains) { return 1 + drains + BackwardTile::kConsumers * 4; }
 
   uint32_t shared;
   Ring<Shared::kPlans> ring;
@@ -189,7 +181,7 @@ struct Plans {
     put(1, at.mask.right, at.mask.off, at.batch_row, at.k_head);
     put(2, at.tiles.begin, at.tiles.full_begin, at.tiles.full_end, at.tiles.end);
     put(3, at.n_begin, at.n_end, at.b.at[0], at.b.at[1]);
-    put(4, at.b.at[2], at.b.at[3], at.ends_unit, at.flip);
+    put(4, at.b.at[2], at.b.at[3], at.ends_unit, 0);
     ptx::mbarrier_arrive(ring.full());
     ring.next();
   }
@@ -208,8 +200,7 @@ struct Plans {
             {{int(d.z), int(d.w), int(e.x), int(e.y)}},
             {int(a.y), int(a.z), int(a.w), int(c.x), int(c.y)},
             tiles(),
-            int(e.z),
-            int(e.w)};
+            int(e.z)};
   }
   // Its mask and tile alone.
   __device__ __forceinline__ KeyTile masked() const {
@@ -224,12 +215,6 @@ struct Plans {
     const uint4 x = get(2);
     return {int(x.x), int(x.y), int(x.z), int(x.w)};
   }
-  // Which query tile is walked as the `place`-th.
-  __device__ __forceinline__ int query_tile(int place) const {
-    const int flip = int(ptx::ld_shared_b32(slot() + 4 * 16 + 12));
-    return flip < 0 ? place : flip - place;
-  }
-  __device__ __forceinline__ int n_begin() const { return int(ptx::ld_shared_b32(slot() + 3 * 16)); }
   __device__ __forceinline__ int n_end() const { return int(ptx::ld_shared_b32(slot() + 3 * 16 + 4)); }
   __device__ __forceinline__ void done() {
     __syncwarp();
@@ -243,7 +228,7 @@ struct Plans {
   __device__ __forceinline__ uint32_t slot() const { return shared + Shared::kPlan + ring.stage * Shared::kPlanBytes; }
 };
 
-inline constexpr int kMostKeysForChores = 4096;
+inline constexpr int kMostKeysForChores = 2048;
 
 // The work of a call on the current device.
 template <class Config>
@@ -257,7 +242,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
     const int64_t heads_of_part = (p.group() + parts - 1) / parts;
     parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
   }
-  if ((tiles + 1) * heads * parts + resident > INT32_MAX) return {"more key tiles than a CUDA grid holds"};
+  if ((tiles + 1) * heads * parts > INT32_MAX) return {"more key tiles than a CUDA grid holds"};
 
   const Mask mask = Mask::make(p.spec, p.T, p.S);
   const auto cost = [&](int64_t tile) {
@@ -266,10 +251,9 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   };
   const bool ragged = p.extras.query_lens.present() || p.extras.key_lens.present();
   const bool even = !ragged && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
-  schedule->parts = uint32_t(parts), schedule->resident = uint32_t(resident);
+  schedule->parts = uint32_t(parts);
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
-  schedule->backwards = schedule->first_long && !schedule->ordered;
   schedule->descending = p.spec.window_right >= 0;  // under a causal mask the last keys are first at any query
   // With many keys a query the chores are nothing beside the products; and a head's tiles must be done in few steps.
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&

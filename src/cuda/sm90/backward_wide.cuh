@@ -166,7 +166,7 @@ struct WideTile : BackwardConsumer<Config> {
     if constexpr (kRounds == 2 && !kLate) send_dq(reinterpret_cast<const float (&)[kRound8][4]>(dq[kRound8]), i0);
   }
 
-  __device__ __forceinline__ void end_of_tile() {
+  __device__ __forceinline__ void end_of_head() {
     if constexpr (kLate) {
       send_dq(late, late_row);
       is_late = false;
