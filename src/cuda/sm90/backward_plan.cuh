@@ -255,9 +255,10 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
   schedule->descending = p.spec.window_right >= 0;  // under a causal mask the last keys are first at any query
-  // With many keys a query the chores are nothing beside the products; and a head's tiles must be done in few steps.
+  // With many keys the chores are nothing beside the products; a head's tiles must be done in few steps; and they leave
+  // out what delta.cuh knows of sinks.
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&
-                     p.T > 0 && p.S <= kMostKeysForChores && tiles <= resident &&
+                     p.T > 0 && p.S <= kMostKeysForChores && tiles <= resident && !p.grads.sinks.present() &&
                      device_attribute(cudaDevAttrCooperativeLaunch) != 0;
   schedule->lists =
       FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even, uint32_t(resident), schedule->chores);
