@@ -13,6 +13,7 @@
 #include "cuda/sm90/forward_work.cuh"
 #include "cuda/sm90/output.cuh"
 #include "cuda/sm90/softmax.cuh"
+#include "cuda/tile/columns.cuh"
 #include "cuda/tile/operand.cuh"
 
 namespace jax_flash2::cuda::sm90 {
@@ -154,16 +155,12 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         }
       }
       if constexpr (kMasked) {
-        // How many of this lane's columns, 0 1 8 9 16 17 .., lie below a column.
-        const auto columns_below = [](int c) { return c <= 0 ? 0 : c / 8 * 2 + min_(c % 8, 2); };
-        const auto low_bits = [](int count) { return count >= 32 ? ~0u : (1u << max_(count, 0)) - 1; };
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const Range keys = mask.keys(query(h));
-          const int begin = columns_below(keys.begin - column0), end = columns_below(keys.end - column0);
 #pragma unroll
           for (int word = 0; word < kCols8 * 2; word += 32) {
-            const uint32_t kept = low_bits(end - word) & ~low_bits(begin - word);
+            const uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);
 #pragma unroll
             for (int x = word; x < kCols8 * 2 && x < word + 32; x++) {
               float& y = s[x / 2][2 * h + x % 2];
