@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--record-gpu-run",
         metavar="PATH",
         type=pathlib.Path,
-        help="append device, counts and native source digest to this JSON list, if a GPU ran and nothing failed",
+        help="append device, counts, failures and native source digest to this JSON list; needs a GPU",
     )
 
 
@@ -71,9 +71,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--record-gpu-run")
     if path is None or hasattr(session.config, "workerinput"):  # one process of several does not know all counts
         return
-    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
-    counts = {name: len(stats.get(name, [])) for name in ("passed", "failed", "skipped")}
-    if exitstatus != pytest.ExitCode.OK or counts["failed"]:
-        print(f"\n{path} is left as it is: not every test passed", file=sys.stderr)
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print(f"\n{path} is left as it is: the run did not reach its end", file=sys.stderr)
         return
-    record.append(path, counts)
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+    ended = {name: [x.nodeid for x in stats.get(name, [])] for name in ("passed", "failed", "error", "skipped")}
+    record.append(path, ended, whole=_asked_for_everything(session.config))
+
+
+def _asked_for_everything(config: pytest.Config) -> bool:
+    chosen = config.args_source is pytest.Config.ArgsSource.ARGS
+    return not (chosen or any(getattr(config.option, x, None) for x in ("keyword", "markexpr", "lf", "deselect")))

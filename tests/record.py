@@ -2,8 +2,10 @@
 
     python tests/record.py      says which sources the last recorded run tested; exit status 1 if not these
 
-gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. One that was cut
-short is no proof: it is written down by hand, with the reason under "unfinished".
+gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. A whole run proves
+the native sources it ran on once each of its "failures" has passed "again" on the same sources, which a run of a few
+tests says after a test was corrected. One that was cut short is no proof: it is written down by hand, with the reason
+under "unfinished".
 """
 
 import datetime
@@ -11,10 +13,12 @@ import importlib.util
 import json
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RUNS = ROOT / "tests" / "gpu_runs.json"
+Run = dict[str, Any]
 
 
 def tree_digest() -> str:
@@ -27,41 +31,71 @@ def tree_digest() -> str:
     return module.source_digest()
 
 
-def append(path: pathlib.Path, counts: Mapping[str, int]) -> None:
+def append(path: pathlib.Path, ended: Mapping[str, Sequence[str]], *, whole: bool) -> None:
+    """A run by the tests that passed, failed, ended in an error and were skipped. whole: of all tests there are."""
     import jax
 
     import jax_flash2
 
+    runs = json.loads(path.read_text()) if path.exists() else []
+    digest = jax_flash2.capabilities()["cuda"]["source_digest"]
+    failures = sorted({*ended["failed"], *ended["error"]})
+    again = sorted(set(ended["passed"]) & _open_failures(_of(runs, digest)))
     devices = jax.devices("cuda")
     run = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": devices[0].device_kind,
         "devices": len(devices),
         "jax": jax.__version__,
-        **counts,
-        "source_digest": jax_flash2.capabilities()["cuda"]["source_digest"],
+        "passed": len(ended["passed"]),
+        "failed": len(failures),
+        "skipped": len(ended["skipped"]),
+        **({"failures": failures} if failures else {}),
+        **({} if whole else {"again": again}),
+        "source_digest": digest,
     }
-    runs = json.loads(path.read_text()) if path.exists() else []
     path.write_text(json.dumps([*runs, run], indent=2) + "\n")
 
 
+def _of(runs: Sequence[Run], digest: str) -> list[Run]:
+    return [run for run in runs if run["source_digest"] == digest]
+
+
+def _is_whole(run: Run) -> bool:
+    return "unfinished" not in run and "again" not in run
+
+
+def _open_failures(tested: Sequence[Run]) -> set[str]:
+    """Of the last whole run of one digest, what has not passed since."""
+    open_failures: set[str] = set()
+    for run in tested:
+        open_failures = (set() if _is_whole(run) else open_failures - {*run.get("again", ())}) | {
+            *run.get("failures", ())
+        }
+    return open_failures
+
+
 def main(path: pathlib.Path = RUNS) -> int:
-    runs, digest = json.loads(path.read_text()), tree_digest()
-    tested = [run for run in runs if run["source_digest"] == digest]
-    whole = [run for run in tested if "unfinished" not in run]
-    if whole:
+    runs = json.loads(path.read_text())
+    tested = _of(runs, tree_digest())
+    whole = [run for run in tested if _is_whole(run)]
+    failures = _open_failures(tested)
+    if whole and not failures:
         run = whole[-1]
-        print(f"These native sources passed {run['passed']} tests on {run['device']} ({run['date']}).")
+        again = f", and {run['failed']} when run again" if run["failed"] else ""
+        print(f"These native sources passed {run['passed']} tests on {run['device']} ({run['date']}){again}.")
         return 0
     last = "no run is recorded"
     if runs:
         last = f"the last recorded run ({runs[-1]['date']}, {runs[-1]['device']}) tested others"
     what = f"STALE: these native sources were never tested on a GPU: {last}."
-    if tested:
+    if whole:
+        what = f"FAILED: on these native sources {', '.join(sorted(failures))} failed on {whole[-1]['device']}."
+    elif tested:
         run = tested[-1]
         what = (
             f"UNFINISHED: these native sources passed {run['passed']} tests on {run['device']} ({run['date']}) and "
-            f"failed {run['failed']}, but {run['unfinished']}."
+            f"failed {run['failed']}, but {run.get('unfinished', 'they were not all tests')}."
         )
     rule = "*" * 100
     print(f"{rule}\n{what}\nOn a machine with a GPU, run")
