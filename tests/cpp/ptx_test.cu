@@ -99,7 +99,7 @@ __global__ void load_kernel(const uint16_t* in, uint32_t* out, int cols) {
   const uint32_t tile = ptx::shared_address(shared);
   for (int x = threadIdx.x; x < Tile::kBytes / 4; x += kThreads) ptx::st_shared_b32(tile + 4 * x, 0xffffffffu);
   __syncthreads();
-  tile::Copy<Tile, kThreads>(cols).load(tile, in, cols, 8, Range{11, Tile::kRows + 3});
+  tile::Copy<Tile, kThreads>().load(tile, in, cols, cols, 8, Range{11, Tile::kRows + 3});
   ptx::cp_async_commit_group();
   ptx::cp_async_wait_group<0>();
   __syncthreads();
@@ -160,7 +160,7 @@ __global__ void store_kernel(const uint16_t*, uint16_t* out, int cols) {
       }
   }
   __syncthreads();
-  tile::Copy<Tile, kThreads>(cols).store(out, cols, 8, 8 + Tile::kRows - 3, tile);
+  tile::Copy<Tile, kThreads>().store(out, cols, cols, 8, 8 + Tile::kRows - 3, tile);
 }
 
 template <class Tile, int kThreads>
