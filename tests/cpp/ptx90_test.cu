@@ -241,7 +241,7 @@ sm90::MappedTensor map_tensor(void* memory, int batches, int rows, int heads, in
   Tensor t;
   t.data = memory, t.head = cols, t.row = int64_t(heads) * cols, t.batch[2] = t.row * rows;
   sm90::MappedTensor mapped;
-  const sm90::TensorMapShape shape{rows, heads, cols, panel_cols, box_rows, pack_log2 >= 0, std::max(pack_log2, 0)};
+  const sm90::TensorMapShape shape{rows, heads, cols, panel_cols, box_rows, pack_log2};
   require(sm90::encode_tensor_map(sm90::find_tensor_map_encoder(), p, t, shape, &mapped), "tensor map");
   return mapped;
 }
