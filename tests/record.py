@@ -2,10 +2,10 @@
 
     python tests/record.py      says which sources the last recorded run tested; exit status 1 if not these
 
-gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. A whole run proves
-the native sources it ran on once each of its "failures" has passed "again" on the same sources, which a run of a few
-tests says after a test was corrected. One that was cut short is no proof: it is written down by hand, with the reason
-under "unfinished".
+gpu_runs.json is a list of runs, each written by `pytest --record-gpu-run=tests/gpu_runs.json` itself. A whole run
+proves the native sources it ran on once each of its "failures" has passed "again" on the same sources, which a run of
+a few tests says after a test was corrected. One that was cut short is no proof: it is written by hand, with the
+reason under "unfinished".
 """
 
 import datetime
