@@ -15,6 +15,7 @@ import jax
 from jax import numpy as jnp
 from jax.interpreters import ad
 
+from jax_flash2 import _mask
 from jax_flash2._arrays import Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
@@ -122,10 +123,8 @@ class _Rows:
         self.scale = (
             jnp.asarray(spec.scale, self.dtype) if scale is None else self.wide(scale)[..., None, None, None, None]
         )
-        self._query_lens, self._key_lens = (
-            None if x.get(name) is None else jnp.clip(x[name], 0, full)[..., None, None, None, None]
-            for name, full in (("query_lens", dims.sizes["T"]), ("key_lens", dims.sizes["S"]))
-        )
+        self._query_len = _mask.length(x.get("query_lens"), dims.sizes["T"], 4)
+        self._key_len = _mask.length(x.get("key_lens"), dims.sizes["S"], 4)
 
     def wide(self, x: Any) -> Any:
         return x.astype(self.dtype)
@@ -135,14 +134,7 @@ class _Rows:
         T, S = self.dims.sizes["T"], self.dims.sizes["S"]
         i = jnp.arange(T, dtype=jnp.int32)[:, None]
         j = start + jnp.arange(min(_BLOCK, S), dtype=jnp.int32)
-        query_len = T if self._query_lens is None else self._query_lens
-        key_len = S if self._key_lens is None else self._key_lens
-        keep = (j < key_len) & (i < query_len)
-        position = i + (key_len - query_len) if self.spec.bottom_right else i
-        if self.spec.window_left >= 0:
-            keep = keep & (j >= position - self.spec.window_left)
-        if self.spec.window_right >= 0:
-            keep = keep & (j <= position + self.spec.window_right)
+        keep = _mask.visible(i, j, self._query_len, self._key_len, self.spec)
         return keep.reshape((1,) * max(self.dims.rank + 4 - keep.ndim, 0) + keep.shape)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from jax_flash2 import _mask
 from jax_flash2._arrays import Dims
 from jax_flash2._spec import AttentionSpec
 
@@ -44,17 +45,8 @@ def _keep(x: dict[str, Any], dims: Dims, spec: AttentionSpec) -> jax.Array:
     """[*#B, #N, T, S]: whether a query reads a key."""
     T, S = dims.sizes["T"], dims.sizes["S"]
     i, j = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)
-
-    def length(name: str, full: Any) -> Any:
-        return jnp.clip(x[name], 0, full)[..., None, None, None] if name in x else jnp.asarray(full, jnp.int32)
-
-    query_len, key_len = length("query_lens", T), length("key_lens", S)
-    position = i + (key_len - query_len) if spec.bottom_right else i
-    keep: jax.Array = (i < query_len) & (j < key_len)
-    if spec.window_left >= 0:
-        keep = keep & (j >= position - spec.window_left)
-    if spec.window_right >= 0:
-        keep = keep & (j <= position + spec.window_right)
+    query_len, key_len = _mask.length(x.get("query_lens"), T, 3), _mask.length(x.get("key_lens"), S, 3)
+    keep = _mask.visible(i, j, query_len, key_len, spec)
     if "mask" in x:
         keep = keep & x["mask"]
     if "query_ids" in x:

@@ -1,0 +1,26 @@
+"""Who sees whom by bounds alone, in jax.numpy: the same law as src/core/mask.h. Knows no operand that removes pairs."""
+
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from jax_flash2._spec import AttentionSpec
+
+
+def length(lengths: Any, full: Any, axes: int) -> jax.Array:
+    """int32 [*#B, 1 ..]: clamped lengths with so many axes behind them, or the full length where there are none."""
+    if lengths is None:
+        return jnp.asarray(full, jnp.int32)
+    return jnp.clip(lengths, 0, full)[(..., *[None] * axes)]
+
+
+def visible(i: jax.Array, j: jax.Array, query_len: jax.Array, key_len: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """bool, broadcast: whether query i sees key j."""
+    position = i + (key_len - query_len) if spec.bottom_right else i
+    seen: jax.Array = (i < query_len) & (j < key_len)
+    if spec.window_left >= 0:
+        seen = seen & (j >= position - spec.window_left)
+    if spec.window_right >= 0:
+        seen = seen & (j <= position + spec.window_right)
+    return seen
