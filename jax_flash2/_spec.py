@@ -34,6 +34,10 @@ class Extras(NamedTuple):
     alibi_slopes: Any = None
     sinks: Any = None
     seeds: Any = None  # of dropout
+    key_spans: Any = None
+    query_spans: Any = None
+    span_exact: Any = None
+    positions: Any = None
 
 
 class Operand(NamedTuple):
@@ -59,4 +63,8 @@ EXTRAS = Extras(
     alibi_slopes=Operand("real", "N", "NT"),
     sinks=Operand("real", "N", "NT"),
     seeds=Operand("uint32", "NW", "-"),
+    key_spans=Operand("int32", "TW", "-"),
+    query_spans=Operand("int32", "SW", "-"),
+    span_exact=Operand("int32", "", "-"),
+    positions=Operand("int32", "T", "-"),
 )

@@ -32,14 +32,11 @@ struct Addend {
   DType bias_dtype = {};
   bool sloped = false;
   Real slope = 0;
-  int off = 0;  // query i stands at key position i + off
-
-  // Whether anything is added or removed at all, and whether a pair may be removed.
-  JAX_FLASH2_HD bool present() const { return removes() || sloped; }
-  JAX_FLASH2_HD bool removes() const { return mask || query_ids || bias; }
+  const int32_t* positions = nullptr;  // of queries among the keys; absent: i + off
+  int off = 0;
 
   JAX_FLASH2_HD Real distance(int i, int j) const {
-    const int d = i + off - j;
+    const int d = (positions ? positions[i] : i + off) - j;
     return static_cast<Real>(d < 0 ? -d : d);
   }
 

@@ -90,7 +90,14 @@ struct Problem {
     const auto length = [&](const Tensor& lens, int full) {
       return lens.present() ? clamp_(*lens.at<const int32_t>(b), 0, full) : full;
     };
-    return Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S));
+    return with_spans(Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S)), b);
+  }
+  // What a mask made of a batch row's lengths alone lacks.
+  JAX_FLASH2_HD Mask with_spans(Mask m, const Batch& b) const {
+    const auto spans = [&](const Tensor& t) { return reinterpret_cast<const Span*>(t.at<const int32_t>(b)); };
+    if (extras.key_spans.present()) m.key_spans = spans(extras.key_spans), m.query_spans = spans(extras.query_spans);
+    m.exact = !removes_pairs() || (extras.span_exact.present() && *extras.span_exact.at<const int32_t>(b) != 0);
+    return m;
   }
 
   template <class Real>
@@ -99,24 +106,27 @@ struct Problem {
     return {scale, Real(spec.softcap)};
   }
 
+  // `m`: the mask of the batch row.
   template <class Real>
-  JAX_FLASH2_HD Addend<Real> addend(const Batch& b, int n, int off) const {
+  JAX_FLASH2_HD Addend<Real> addend(const Batch& b, int n, const Mask& m) const {
     const auto start = [&]<class T>(const Tensor& t, const T*) { return t.present() ? t.at<const T>(b, n) : nullptr; };
     const auto* const bias = static_cast<const char*>(extras.bias.data);
     const int bytes = bias_dtype == DType::kF64 ? 8 : bias_dtype == DType::kF32 ? 4 : 2;
     const Real* const slope = start(extras.alibi_slopes, static_cast<const Real*>(nullptr));
-    return {.mask = start(extras.mask, static_cast<const uint8_t*>(nullptr)),
+    const auto unless_exact = [&](const auto* x) { return m.exact ? nullptr : x; };
+    return {.mask = unless_exact(start(extras.mask, static_cast<const uint8_t*>(nullptr))),
             .mask_row = extras.mask.row,
             .mask_col = extras.mask.col,
-            .query_ids = start(extras.query_ids, static_cast<const int32_t*>(nullptr)),
-            .key_ids = start(extras.key_ids, static_cast<const int32_t*>(nullptr)),
+            .query_ids = unless_exact(start(extras.query_ids, static_cast<const int32_t*>(nullptr))),
+            .key_ids = unless_exact(start(extras.key_ids, static_cast<const int32_t*>(nullptr))),
             .bias = bias ? bias + extras.bias.offset(b, n) * bytes : nullptr,
             .bias_row = extras.bias.row,
             .bias_col = extras.bias.col,
             .bias_dtype = bias_dtype,
             .sloped = slope != nullptr,
             .slope = slope ? *slope : Real(0),
-            .off = off};
+            .positions = start(extras.positions, static_cast<const int32_t*>(nullptr)),
+            .off = m.off};
   }
 
   // The score of the key without a value; -inf: there is none.
@@ -143,15 +153,20 @@ struct Problem {
     return shared;
   }
 
-  // Whether an Addend does anything; whether operands act on each pair, or on the row's sum, at all.
-  JAX_FLASH2_HD bool has_addend() const {
-    return extras.mask.present() || extras.query_ids.present() || extras.bias.present() ||
-           extras.alibi_slopes.present();
+  // Whether operands remove pairs (a bias of -inf aside); whether an Addend does anything in a batch row of this mask.
+  JAX_FLASH2_HD bool removes_pairs() const { return extras.mask.present() || extras.query_ids.present(); }
+  JAX_FLASH2_HD bool has_addend(const Mask& m) const {
+    return !m.exact || extras.bias.present() || extras.alibi_slopes.present();
   }
-  JAX_FLASH2_HD bool elementwise() const { return has_addend() || extras.sinks.present() || extras.seeds.present(); }
+  // Whether operands change scores, probabilities or a row's sum.
+  JAX_FLASH2_HD bool elementwise() const {
+    return extras.bias.present() || extras.alibi_slopes.present() || extras.sinks.present() || extras.seeds.present();
+  }
 
   // The plain body serves bounds only, with a scale known to be positive; the general one acts on every score.
-  bool plain() const { return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0 && !elementwise(); }
+  bool plain() const {
+    return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0 && !removes_pairs() && !elementwise();
+  }
 };
 
 // What host code answers: null when the work was enqueued or done, else a message that names the failing rule.

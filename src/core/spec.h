@@ -57,6 +57,11 @@ struct Spec {
 //   alibi_slopes times the distance of i + off and j, subtracted from the score. Slot: each query row's share
 //   sinks        the score of one more key, which has no value. Slot: each query row's share
 //   seeds        of Philox, for dropout
+//   key_spans    row by row, in place of windows and lengths: a query reads keys in [begin, end) only. Both ends never
+//                decrease from row to row; a query that reads nothing all the same has ~begin for begin
+//   query_spans  the same of the other side: a key's readers. The two agree on every pair but those that mask or ids remove
+//   span_exact   not 0: mask and ids remove no pair that the spans leave
+//   positions    where a query stands among the keys, in place of i + off, for ALiBi
 #define JAX_FLASH2_EXTRAS(X)        \
   X(scale, kF32, "", "NT")          \
   X(query_lens, kS32, "", "-")      \
@@ -67,6 +72,10 @@ struct Spec {
   X(bias, kFloat, "NTS", "=")       \
   X(alibi_slopes, kReal, "N", "NT") \
   X(sinks, kReal, "N", "NT")        \
-  X(seeds, kU32, "NW", "-")
+  X(seeds, kU32, "NW", "-")         \
+  X(key_spans, kS32, "TW", "-")     \
+  X(query_spans, kS32, "SW", "-")   \
+  X(span_exact, kS32, "", "-")      \
+  X(positions, kS32, "T", "-")
 
 }  // namespace jax_flash2

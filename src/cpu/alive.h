@@ -14,7 +14,7 @@ template <class Real>
 class Alive {
  public:
   Status find(const Problem& p, Executor& executor) {
-    if (!p.extras.mask.present() && !p.extras.query_ids.present() && !p.extras.bias.present()) return {};
+    if (!p.removes_pairs() && !p.extras.bias.present()) return {};
     T_ = p.T, S_ = p.S;
     const int64_t key_heads = int64_t{p.B} * p.K;
     const int n_workers = workers(executor, key_heads, 1.0 * key_heads * p.group() * p.T * p.S);
@@ -53,7 +53,7 @@ class Alive {
     int count = 0;
     for (int j = mask.live_keys().begin; j < mask.live_keys().end; j++) pending[count++] = j;
     for (int n = kv_head * p.group(); n < (kv_head + 1) * p.group(); n++) {
-      const auto addend = p.template addend<Real>(b, n, mask.off);
+      const auto addend = p.template addend<Real>(b, n, mask);
       const auto kept = [&](int i, int j) { return addend.at(i, j) != static_cast<Real>(-INFINITY); };
       uint8_t* const queries = queries_.get() + (int64_t{row} * p.N + n) * p.T;
       std::fill_n(queries, p.T, uint8_t(0));

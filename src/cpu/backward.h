@@ -228,10 +228,10 @@ class Backward {
       t.begin[r] = static_cast<Real>(clamp_(seen.begin - j.begin, 0, m));
       t.end[r] = static_cast<Real>(clamp_(seen.end - j.begin, 0, m));
     }
-    const auto addend = p.template addend<Real>(rows.b, rows.n, mask.off);
+    const auto addend = p.template addend<Real>(rows.b, rows.n, mask);
     const auto dropout = p.template dropout<Real>(rows.b, rows.n);
     const int i0 = rows.first + r0, packed = j.begin - first;
-    if (addend.present() && !fill_added(addend, {i0, i0 + n}, j, width, {t.added, lds_})) return {};
+    if (p.has_addend(mask) && !fill_added(addend, {i0, i0 + n}, j, width, {t.added, lds_})) return {};
     if (dropout.present()) fill_factor(dropout, i0, width, j.begin, m, {t.factor, lds_});
     const Real *k = t.k + packed * ldd_, *v = t.v + packed * lddv_;
     ops.gemm({{m, width, p.D}, {k, ldd_, 1}, {t.q_t + r0, lds_}, {t.s, lds_}, /*add=*/false});
@@ -242,7 +242,7 @@ class Backward {
                   .n = width,
                   .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
                   .score = {Real(1), p.template score<Real>(rows.b, rows.n).softcap},
-                  .elementwise = {addend.present() ? t.added : nullptr, dropout.present() ? t.factor : nullptr},
+                  .elementwise = {p.has_addend(mask) ? t.added : nullptr, dropout.present() ? t.factor : nullptr},
                   .lse = t.lse + r0,
                   .delta = t.delta + r0});
     return {r0, n, j.begin, m, packed};
@@ -254,8 +254,8 @@ class Backward {
     const Real* k = t.k + packed * ldd_;
     Real *dk = t.dk + packed * ldd_, *dv = t.dv + packed * lddv_;
     if (p.grads.alibi_slopes.present()) {
-      const auto addend = p.template addend<Real>(rows.b, rows.n, mask.off);
-      for (int j = 0; j < m && addend.present(); j++)
+      const auto addend = p.template addend<Real>(rows.b, rows.n, mask);
+      for (int j = 0; j < m && addend.sloped; j++)
         for (int r = r0; r < r0 + n; r++)
           t.slope[r] -= t.added[j * lds_ + r - r0] * addend.distance(rows.first + r, j0 + j);
     }

@@ -162,9 +162,9 @@ class Forward {
       t.end[x] = static_cast<Real>(clamp_(seen.end - j0, 0, j1 - j0));
     }
     const int m = j1 - j0, packed = j0 - keys.begin;
-    const auto addend = p.template addend<Real>(b, n, mask.off);
+    const auto addend = p.template addend<Real>(b, n, mask);
     const auto dropout = p.template dropout<Real>(b, n);
-    if (addend.present() && !fill_added(addend, {i, i_end}, {j0, j1}, L, {t.added, L})) return;
+    if (p.has_addend(mask) && !fill_added(addend, {i, i_end}, {j0, j1}, L, {t.added, L})) return;
     if (dropout.present()) fill_factor(dropout, i, L, j0, m, {t.factor, L});
     const Real *k = t.k + int64_t{packed} * d_, *v = t.v + int64_t{packed} * dv_, *q = t.q + int64_t{at} * d_;
     Real* out = t.out + int64_t{at} * dv_;
@@ -173,7 +173,7 @@ class Forward {
                  .keys = m,
                  .bounds = full ? Bounds<Real>{} : Bounds<Real>{t.begin, t.end},
                  .score = {Real(1), p.template score<Real>(b, n).softcap},
-                 .elementwise = {addend.present() ? t.added : nullptr, dropout.present() ? t.factor : nullptr},
+                 .elementwise = {p.has_addend(mask) ? t.added : nullptr, dropout.present() ? t.factor : nullptr},
                  .maximum = t.maximum + at,
                  .sum = t.sum + at,
                  .o = out,

@@ -234,8 +234,10 @@ void check_addend() {
       expect(j == 0 ? x == 0.5f : j == 1 ? removed(x) : x == -std::numeric_limits<float>::max(), {}, "bias at %d", j);
       expect(slopes.at(i, j) == -0.25 * std::abs(i + 2 - j), {}, "slope at %d, %d", i, j);
     }
-  expect(masks.removes() && ids.removes() && biases.removes() && !slopes.removes() && slopes.present(), {}, "rules");
-  expect(!Addend<float>{}.present() && Addend<float>{}.at(1, 2) == 0, {}, "nothing");
+  const int32_t positions[2] = {7, 1};
+  const Addend<double> placed{.sloped = true, .slope = 0.5, .positions = positions, .off = 2};
+  expect(placed.at(0, 3) == -2 && placed.at(1, 3) == -1, {}, "positions");
+  expect(Addend<float>{}.at(1, 2) == 0, {}, "nothing");
 }
 
 // Philox against the known answers of the Random123 library; and which word of a block is whose.
@@ -261,6 +263,87 @@ void check_dropout() {
   expect(!Dropout<float>::make(0, seed).present() && !Dropout<float>::make(0.5, nullptr).present() &&
              Dropout<float>::make(0, seed).factor(3, 4) == 1,
          {}, "no dropout");
+}
+
+// Packed sequences with gaps between them, rows that see nothing, windows: whatever is met is walked, whatever is walked
+// bare is full, and the tiles of keys that add to a tile of queries are counted off one by one.
+void sample_spans(int count) {
+  std::mt19937 random(7);
+  const auto draw = [&](int lo, int hi) { return std::uniform_int_distribution<int>(lo, hi)(random); };
+  for (int sample = 0; sample < count; sample++) {
+    const int T = draw(1, 24), S = draw(1, 24);
+    std::vector<Range> rows(T, {0, 0});
+    const int left = draw(0, 1) ? draw(0, 6) : kMaxLength, right = draw(0, 1) ? draw(0, 3) : kMaxLength;
+    for (int i = 0, j = 0; i < T && j < S;) {  // a sequence, then a gap
+      const int i1 = std::min(T, i + draw(0, 8)), j1 = std::min(S, j + draw(0, 8)), off = draw(0, 1) ? j1 - i1 : j - i;
+      for (int r = i; r < i1; r++) {
+        rows[r] = {clamp_(r + off - std::min(left, 100), j, j1), clamp_(r + off + std::min(right, 100) + 1, j, j1)};
+      }
+      const int gap_i = std::min(T, i1 + draw(0, 2)), gap_j = std::min(S, j1 + draw(0, 2));
+      for (int r = i1; r < gap_i; r++) rows[r] = {j1, j1};
+      for (int r = gap_i; r < T; r++) rows[r] = {gap_j, gap_j};
+      i = gap_i, j = std::max(gap_j, j + (i1 == i));
+    }
+    std::vector<Span> key_spans, query_spans;
+    for (const Range& r : rows) key_spans.push_back({r.begin < r.end ? r.begin : ~r.begin, r.end});
+    for (int j = 0, past = 0; j < S; j++) {
+      int begin = -1, end = 0;
+      for (int i = 0; i < T; i++)
+        if (rows[i].has(j)) begin = begin < 0 ? i : begin, end = i + 1;
+      past = begin < 0 ? past : std::max(past, end);
+      query_spans.push_back(begin < 0 ? Span{~past, past} : Span{begin, end});
+    }
+    Mask m{.q_len = T, .k_len = S, .left = kMaxLength, .right = kMaxLength, .off = 0};
+    m.key_spans = key_spans.data(), m.query_spans = query_spans.data();
+    const Table t(m, T, S);
+    for (int i = 0; i < T; i++) {
+      expect(m.live_queries().has(i) == t.row_live(i), m, "spans: live query %d", i);
+      for (int j = 0; j < S; j++) {
+        expect(t.at(i, j) == rows[i].has(j) && m.keys(i).has(j) == t.at(i, j) && m.queries(j).has(i) == t.at(i, j), m,
+               "spans: %d, %d", i, j);
+      }
+    }
+    for (int j = 0; j < S; j++) expect(m.live_keys().has(j) == t.col_live(j), m, "spans: live key %d", j);
+    expect(!m.live_queries().has(T) && m.keys(T).end == 0 && m.queries(S).end == 0, m, "spans: past the end");
+    const std::vector<char> every(T, 1);
+    for (bool exact : {true, false}) {
+      m.exact = exact;
+      for (int size = 1; size <= 4; size++)
+        for (int wide = 1; wide <= 5; wide++) {
+          for (int i0 = 0; i0 < T; i0 += wide) {
+            const Tiles met = m.key_tiles(i0, i0 + wide, size);
+            for (int tile = 0; tile * size < S; tile++) {
+              const int j0 = tile * size, i1 = std::min(T, i0 + wide);
+              const bool in = met.begin <= tile && tile < met.end, bare = met.full_begin <= tile && tile < met.full_end;
+              expect(in || !t.any(i0, i1, j0, j0 + size), m, "spans: key tile %d of %d+%d is missed", tile, i0, wide);
+              expect(!bare || (exact && in && t.full(i0, i1, j0, j0 + size, every)), m, "spans: key tile %d", tile);
+            }
+          }
+          for (int j0 = 0; j0 < S; j0 += wide) {
+            const Tiles met = m.query_tiles(j0, j0 + wide, size);
+            for (int tile = 0; tile * size < T; tile++) {
+              const int i0 = tile * size, i1 = std::min(T, i0 + size);
+              const bool in = met.begin <= tile && tile < met.end, bare = met.full_begin <= tile && tile < met.full_end;
+              expect(in || !t.any(i0, i1, j0, j0 + wide), m, "spans: query tile %d of %d+%d is missed", tile, j0, wide);
+              expect(!bare || (exact && in && t.full(i0, i1, j0, j0 + wide, every)), m, "spans: query tile %d", tile);
+            }
+          }
+          for (int tile = 0; tile * size < T; tile++)
+            for (bool descending : {false, true}) {
+              std::vector<int> turns;  // of the key tiles that come here, first to last
+              const int tiles = (S + wide - 1) / wide;
+              for (int x = 0; x < tiles; x++) {
+                const int key_tile = descending ? tiles - 1 - x : x;
+                const Tiles met = m.query_tiles(key_tile * wide, key_tile * wide + wide, size);
+                if (met.begin > tile || tile >= met.end) continue;
+                const int before = m.key_tiles_before(key_tile, tile, size, wide, descending);
+                expect(before == int(turns.size()), m, "spans: key tile %d is %d-th at %d", key_tile, before, tile);
+                turns.push_back(key_tile);
+              }
+            }
+        }
+    }
+  }
 }
 
 void check_problem() {
@@ -303,7 +386,7 @@ void check_problem() {
   for (Tensor* operand : {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.sinks,
                           &p.extras.seeds}) {
     operand->data = cells;
-    expect(!p.plain() && p.elementwise(), none, "nor is what operands do to pairs");
+    expect(!p.plain() && (p.elementwise() || p.removes_pairs()), none, "nor is what operands do to pairs");
     operand->data = nullptr;
   }
   p.extras.bias = {.data = cells, .batch = {0, 0, 0, 9}, .row = 9, .head = 0, .col = 1};
@@ -395,6 +478,7 @@ int main() {
   check_make();
   check_score();
   check_addend();
+  sample_spans(400);
   check_dropout();
   check_problem();
   std::printf("laws: %ld checks, %ld failed\n", checks, failures);
