@@ -90,13 +90,13 @@ struct Problem {
     const auto length = [&](const Tensor& lens, int full) {
       return lens.present() ? clamp_(*lens.at<const int32_t>(b), 0, full) : full;
     };
-    return with_spans(Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S)), b);
+    Mask m = with_spans(Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S)), b);
+    m.exact = !removes_pairs() || (extras.span_exact.present() && *extras.span_exact.at<const int32_t>(b) != 0);
+    return m;
   }
-  // What a mask made of a batch row's lengths alone lacks.
   JAX_FLASH2_HD Mask with_spans(Mask m, const Batch& b) const {
     const auto spans = [&](const Tensor& t) { return reinterpret_cast<const Span*>(t.at<const int32_t>(b)); };
     if (extras.key_spans.present()) m.key_spans = spans(extras.key_spans), m.query_spans = spans(extras.query_spans);
-    m.exact = !removes_pairs() || (extras.span_exact.present() && *extras.span_exact.at<const int32_t>(b) != 0);
     return m;
   }
 
@@ -141,10 +141,6 @@ struct Problem {
                                extras.seeds.present() ? extras.seeds.at<const uint32_t>(b, n) : nullptr);
   }
 
-  // Hooks of kernels that serve no elementwise operand.
-  JAX_FLASH2_HD Keep keep(const Batch&, int /*n*/) const { return {}; }
-  JAX_FLASH2_HD DScore dscore(const Batch&, int /*n*/) const { return {}; }
-
   // Whether pairs share elements of the bias.
   JAX_FLASH2_HD bool bias_is_shared() const {
     const Tensor& t = extras.bias;
@@ -162,6 +158,9 @@ struct Problem {
   JAX_FLASH2_HD bool elementwise() const {
     return extras.bias.present() || extras.alibi_slopes.present() || extras.sinks.present() || extras.seeds.present();
   }
+
+  // Whether only the device knows who sees whom.
+  bool ragged() const { return extras.query_lens.present() || extras.key_lens.present() || extras.key_spans.present(); }
 
   // The plain body serves bounds only, with a scale known to be positive; the general one acts on every score.
   bool plain() const {

@@ -18,11 +18,12 @@ namespace jax_flash2::cuda::sm90 {
 // Calls enter(key tile) for each of a block's tiles that has something to do, and visit(plans, query head, query tile)
 // for each pair of a tile's that is not wholly masked; leave(plans) after each tile. By a whole warp.
 template <class Config, class Enter, class Visit, class Leave>
-__device__ __forceinline__ void walk(uint32_t shared, const Enter& enter, const Visit& visit, const Leave& leave) {
+__device__ __forceinline__ void walk(const Problem& p, uint32_t shared, const Enter& enter, const Visit& visit,
+                                     const Leave& leave) {
   Plans<Config> plans(shared);
 #pragma unroll 1
   for (; plans.next(); plans.done()) {
-    const KeyTile at = plans.current();
+    const KeyTile at = plans.current(p);
     if (at.tiles.begin < at.tiles.end) {
       enter(at);
 #pragma unroll 1
@@ -114,9 +115,9 @@ __device__ __forceinline__ void feed_statistics(const Problem& p, const Backward
   const int lane = threadIdx.x % 32;
   Ring<Shared::kStages> q_ring{shared + Shared::kQRing};
   const float *lse_g = nullptr, *delta_g = nullptr;
-  Range live{};
+  Live live{};
   walk<Config>(
-      shared,
+      p, shared,
       [&](const KeyTile& at) {
         if (schedule.chores) HeadCounters(p, at.batch_row, at.k_head).wait_prepared(schedule.lists.units_of_head());
         lse_g = p.lse.at<const float>(at.b), delta_g = p.delta.at<const float>(at.b);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
     }
   };
   walk<Config>(
-      shared,
+      p, shared,
       [&](const KeyTile& at) {
         if (schedule.chores) HeadCounters(p, at.batch_row, at.k_head).wait_prepared(schedule.lists.units_of_head());
         dq_g = p.dq_acc.at<float>(at.b);
@@ -197,10 +198,8 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
         for (int round = 0; round < kTile.dq_rounds; round++) {
           ring_of(first_group).wait_full();
           if (schedule.ordered && round == 0) {  // until every block whose turn is earlier has added its parts
-            const KeyTile at = plans.current();
-            const Tiles writers =
-                at.mask.key_tiles(m * kTile.queries, min_((m + 1) * kTile.queries, p.T), kTile.keys());
-            const int before = schedule.descending ? writers.end - 1 - at.tile : at.tile - writers.begin;
+            const int before =
+                plans.mask(p).key_tiles_before(plans.tile(), m, kTile.queries, kTile.keys(), schedule.descending);
             while (*reinterpret_cast<volatile int*>(turn) < before * kTile.kConsumers) {
             }
             __threadfence();
@@ -229,7 +228,7 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
       },
       [&](const Plans<Config>& plans) {
         if (!schedule.chores || !leads) return;
-        const KeyTile at = plans.current();
+        const KeyTile at = plans.current(p);
         if (!at.ends_unit) return;
         ptx::cp_async_bulk_wait_group<0>();
         HeadCounters(p, at.batch_row, at.k_head).tell_added();

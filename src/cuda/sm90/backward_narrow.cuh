@@ -66,15 +66,14 @@ struct NarrowTile : BackwardConsumer<Config> {
     const int lane_key = group * 64 + warp * 16 + lane / 4;  // of the tile; this lane's other key is 8 further on
 
     const int i0 = m * kQueries;
-    const KeyTile at = !kPlain ? plans.current() : kMasked ? plans.masked() : KeyTile{};  // what is asked for
-    const Range live_q = at.mask.live_queries();
+    const auto live_q = [&] { return plans.mask(p).live_queries(); };  // asked for twice: kept, it would take registers
     const uint32_t q_stage = q_ring.stage * QTile::kBytes, dout_stage = q_ring.stage * DoutTile::kBytes;
     const uint32_t ds_stage = q_ring.stage * DsTile::kBytes;
     float s[kCols8][4], dp[kCols8][4];
 
     q_ring.wait_full();
     if constexpr (kMasked)
-      clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
+      clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q(), kGroupBarrier + group);
     ptx::pin(s);
     ptx::wgmma_fence();
 #pragma unroll
@@ -84,7 +83,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     ptx::wgmma_commit_group();
     dout_ring().wait_full();
     if constexpr (kMasked)
-      clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q, kGroupBarrier + group);
+      clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q(), kGroupBarrier + group);
     ptx::pin(dp);
     ptx::wgmma_fence();
 #pragma unroll
@@ -96,9 +95,11 @@ struct NarrowTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    const Scores<kPlain, kMasked, kCols8, kQueries * 4> scores(
-        score, at.mask, at.tile * kKeys + lane_key, i0 + int(lane) % 4 * 2,
+    const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
+    Scores<kPlain, kMasked, kCols8, kQueries * 4> scores(
+        score, kMasked ? plans.mask(p) : Mask{}, key0 + lane_key, i0 + int(lane) % 4 * 2,
         shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8);
+    if constexpr (kMasked && !kPlain) scores.remove_pairs(plans, p, n);
     scores.probabilities(s, scale_log2);
     uint32_t p_r[kCols8 / 2][4], ds_r[kCols8 / 2][4];
     constexpr bool kEarly =
@@ -106,7 +107,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     if constexpr (kEarly) convert(p_r, s);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);
-    scores.gradients(s, dp, p.keep(at.b, n), p.dscore(at.b, n));
+    scores.gradients(s, dp);
     if constexpr (!kEarly) convert(p_r, s);
     convert(ds_r, dp);
 

@@ -75,14 +75,13 @@ struct WideTile : BackwardConsumer<Config> {
         shared + Shared::kDs + DsTile::offset(group * kOwn + (lane >> 4) * 8 + (lane & 7), warp * 2 + (lane >> 3 & 1));
 
     const int i0 = m * kQueries;
-    const KeyTile at = !kPlain ? plans.current() : kMasked ? plans.masked() : KeyTile{};  // what is asked for
-    const Range live_q = at.mask.live_queries();
+    const auto live_q = [&] { return plans.mask(p).live_queries(); };  // asked for twice: kept, it would take registers
     const uint32_t q_stage = q_ring.stage * QTile::kBytes, dout_stage = dout_ring.stage * DoutTile::kBytes;
     float s[kOwn8][4], dp[kOwn8][4];
 
     q_ring.wait_full();
     if constexpr (kMasked)
-      clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
+      clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q(), kGroupBarrier + group);
     ptx::pin(s);
     ptx::wgmma_fence();
 #pragma unroll
@@ -92,7 +91,7 @@ struct WideTile : BackwardConsumer<Config> {
     ptx::wgmma_commit_group();
     dout_ring.wait_full();
     if constexpr (kMasked)
-      clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q, kGroupBarrier + group);
+      clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q(), kGroupBarrier + group);
     ptx::pin(dp);
     ptx::wgmma_fence();
 #pragma unroll
@@ -106,13 +105,16 @@ struct WideTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    const Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores(
-        score, at.mask, at.tile * kKeys + int(warp) * 16 + int(lane) / 4, i0 + group * kOwn + int(lane) % 4 * 2,
+    const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
+    Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores(
+        score, kMasked ? plans.mask(p) : Mask{}, key0 + int(warp) * 16 + int(lane) / 4,
+        i0 + group * kOwn + int(lane) % 4 * 2,
         shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8);
+    if constexpr (kMasked && !kPlain) scores.remove_pairs(plans, p, n);
     scores.probabilities(s, scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);
-    scores.gradients(s, dp, p.keep(at.b, n), p.dscore(at.b, n));
+    scores.gradients(s, dp);
     sync_all();  // nobody reads the step before's P and dS
 #pragma unroll
     for (int c = 0; c < kOwn8 / 2; c++) {
