@@ -138,9 +138,10 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const int n_begin = k_head * p.group() + place.part * heads_of_part;
   const int n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
   const Batch b = p.batch(batch_row);
-  const Mask bounds = p.mask(b).without_spans();  // these are kept in shared memory, see below
+  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // these are kept in shared memory, see below
   const int j0 = place.tile * Config::kTile.keys;
-  const Tiles tiles = p.with_spans(bounds, b).query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
+  const Tiles tiles =
+      (kPlain ? bounds : p.with_spans(bounds, b)).query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
 
   Element* const dk_g = p.dk.at<Element>(b, k_head);
   Element* const dv_g = p.dv.at<Element>(b, k_head);
@@ -187,13 +188,13 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
     keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
     keep_base(kDqAcc, p.dq_acc.at<float>(b));
-    const Mask mask = p.with_spans(bounds, b);
+    const Mask mask = kPlain ? bounds : p.with_spans(bounds, b);
     keep_base(kKeySpans, mask.key_spans), keep_base(kQuerySpans, mask.query_spans);
   }
   __syncthreads();  // the bases are there
   const auto mask = [&] {
     Mask m = bounds;
-    if (p.extras.key_spans.present()) {
+    if (!kPlain && p.has_spans()) {
       m.key_spans = reinterpret_cast<const Span*>(base(kKeySpans));
       m.query_spans = reinterpret_cast<const Span*>(base(kQuerySpans));
     }
@@ -534,8 +535,8 @@ struct BackwardPlan {
       parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
     }
     order = {uint32_t(tiles), uint32_t(parts), uint32_t(heads), p.spec.deterministic,
-             p.spec.window_right >= 0 || p.extras.key_spans.present()};  // under a causal mask, which spans may be,
-                                                                         // the last keys are first at any query
+             p.spec.window_right >= 0 || p.has_spans()};  // under a causal mask, which spans may be,
+                                                          // the last keys are first at any query
     blocks = tiles * heads * parts;
   }
 };
@@ -573,8 +574,8 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
 
 template <class Config, class Element>
 Status backward_with(const Problem& p, const Device& device, cudaStream_t stream) {
-  return p.plain() ? backward_with<Config, Element, true>(p, device, stream)
-                   : backward_with<Config, Element, false>(p, device, stream);
+  return p.body() == Body::kPlain ? backward_with<Config, Element, true>(p, device, stream)
+                                  : backward_with<Config, Element, false>(p, device, stream);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, of V alike.

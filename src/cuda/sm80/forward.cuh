@@ -54,10 +54,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const ForwardOrder::Place place = order.place(blockIdx.x);
   const int n = place.head % p.N;
   const Batch b = p.batch(place.head / p.N);
-  const Mask bounds = p.mask(b).without_spans();  // where spans lie is worked out anew: registers are full
-  const auto mask = [&] {
-    return p.extras.key_spans.present() ? p.with_spans(bounds, p.batch(place.head / p.N)) : bounds;
-  };
+  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // where spans lie is worked out anew: registers are full
+  const auto mask = [&] { return !kPlain && p.has_spans() ? p.with_spans(bounds, p.batch(place.head / p.N)) : bounds; };
   const int row0 = place.tile * kRows;
   const Tiles tiles = mask().key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
 
@@ -300,8 +298,9 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
   const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
   const int64_t section = std::clamp<int64_t>(key_heads, 1, int64_t(p.B) * p.K) * p.group();
   const ForwardOrder order{uint32_t(tiles), uint32_t(heads), uint32_t(section)};
-  return launch_kernel(p.plain() ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
-                       tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
+  return launch_kernel(
+      p.body() == Body::kPlain ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
+      tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.

@@ -43,8 +43,7 @@ struct Scores {
   }
   // Leaves the pairs that the operands of query head n leave.
   template <class Plans>
-  __device__ __forceinline__ void remove_pairs(const Plans& plans, const Problem& p, int n) {
-    const Mask mask = plans.mask(p);
+  __device__ __forceinline__ void remove_pairs(const Mask& mask, const Plans& plans, const Problem& p, int n) {
     if (mask.exact) return;
     const auto pairs = p.addend<float>(plans.batch(), n, mask);
 #pragma unroll
@@ -208,13 +207,13 @@ struct BackwardConsumer {
 
 // By whole warpgroups: all key tiles of the block. Kind has step<kMasked>(plans, query head, query tile), end_of_head(),
 // and finish(key tile), which writes dK and dV and gives K and V back.
-template <class Config, class Element, bool kPlain, class Kind>
+template <class Config, class Element, Body kBody, class Kind>
 __device__ __forceinline__ void compute(Kind& kind) {
   constexpr BackwardTile kTile = Config::kTile;
   using Shared = BackwardShared<Config>;
   using KTile = typename Shared::KTile;
   const Problem& p = kind.p;
-  Plans<Config> plans(kind.shared);
+  Plans<Config, kBody != Body::kPlain> plans(kind.shared);
 #pragma unroll 1
   for (; plans.next(); plans.done()) {
     const KeyTile at = plans.current(p);
@@ -234,7 +233,7 @@ __device__ __forceinline__ void compute(Kind& kind) {
 #pragma unroll 1
     for (int n = at.n_begin; n < plans.n_end(); n++) {
       int m = plans.tiles().begin;
-      if constexpr (kPlain) {
+      if constexpr (kBody != Body::kGeneral) {
 #pragma unroll 1
         for (const int end = plans.tiles().full_begin; m < end; m++) kind.template step<true>(plans, n, m);
 #pragma unroll 1

@@ -109,7 +109,7 @@ struct KeyTile {
   Tiles tiles;
   int ends_unit;
 
-  template <int kKeys, int kQueries>
+  template <int kKeys, int kQueries, bool kSpans>
   __device__ __forceinline__ void find(const Problem& p, const BackwardSchedule& schedule,
                                        const BackwardSchedule::Place& place) {
     ends_unit = place.ends_unit, tile = place.tile, k_head = place.head % p.K, batch_row = place.head / p.K;
@@ -117,7 +117,7 @@ struct KeyTile {
     n_begin = k_head * p.group() + place.part * heads_of_part;
     n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
     b = p.batch(batch_row);
-    mask = p.mask(b);
+    mask = p.mask<kSpans>(b);
     tiles = mask.query_tiles(tile * kKeys, tile * kKeys + kKeys, kQueries);
     // A tile with dead queries is done as a masked one, which clears them.
     const Range live = mask.live_queries();  // with spans, of which dead ones break full tiles, all
@@ -160,7 +160,7 @@ struct HeadCounters {
 };
 
 // A block's key tiles, one after another. The one thread that loads finds each, and publishes it for the other warps.
-template <class Config>
+template <class Config, bool kSpans>
 struct Plans {
   using Shared = BackwardShared<Config>;
   // Warps that read plans: one that brings statistics, `drains`, and those that compute.
@@ -200,7 +200,7 @@ struct Plans {
     const uint4 a = get(0);
     Mask m{int(a.y), int(a.z), int(a.w), int(ptx::ld_shared_b32(slot() + 16)), int(ptx::ld_shared_b32(slot() + 20))};
     m.exact = ptx::ld_shared_b32(slot() + 4 * 16 + 12) != 0;
-    return p.extras.key_spans.present() ? p.with_spans(m, batch()) : m;
+    return kSpans && p.has_spans() ? p.with_spans(m, batch()) : m;
   }
   __device__ __forceinline__ Batch batch() const {
     const uint4 d = get(3);
@@ -249,7 +249,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
   // Under a causal mask, which spans may be, the last keys are first at any query.
-  schedule->descending = p.spec.window_right >= 0 || p.extras.key_spans.present();
+  schedule->descending = p.spec.window_right >= 0 || p.has_spans();
   // With many keys the chores are nothing beside the products; a head's tiles must be done in few steps; and they leave
   // out what delta.cuh knows of sinks.
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&

@@ -23,8 +23,9 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 struct WideTile : BackwardConsumer<Config> {
+  static constexpr bool kPlain = kBody != Body::kGeneral, kSpans = kBody != Body::kPlain;
   using Base = BackwardConsumer<Config>;
   using Base::dk, Base::dv, Base::group, Base::dq_ring, Base::k_ring, Base::lane, Base::p, Base::q_ring, Base::thread;
   using Base::kKeyCols, Base::kValueCols;
@@ -53,7 +54,7 @@ struct WideTile : BackwardConsumer<Config> {
   using Base::Base;
 
   template <bool kMasked>
-  __device__ __forceinline__ void step(const Plans<Config>& plans, int n, int m) {
+  __device__ __forceinline__ void step(const Plans<Config, kSpans>& plans, int n, int m) {
     using ptx::Major;
     // What follows from these is worked out in each step: kept, it would take more registers than there are.
     const uint32_t shared = forget(this->shared), thread = forget(this->thread), lane = thread % 32, warp = thread / 32;
@@ -75,13 +76,14 @@ struct WideTile : BackwardConsumer<Config> {
         shared + Shared::kDs + DsTile::offset(group * kOwn + (lane >> 4) * 8 + (lane & 7), warp * 2 + (lane >> 3 & 1));
 
     const int i0 = m * kQueries;
-    const auto live_q = [&] { return plans.mask(p).live_queries(); };  // asked for twice: kept, it would take registers
+    const Mask mask = kMasked ? plans.mask(p) : Mask{};
+    const Live live_q = mask.live_queries();
     const uint32_t q_stage = q_ring.stage * QTile::kBytes, dout_stage = dout_ring.stage * DoutTile::kBytes;
     float s[kOwn8][4], dp[kOwn8][4];
 
     q_ring.wait_full();
     if constexpr (kMasked)
-      clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q(), kGroupBarrier + group);
+      clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
     ptx::pin(s);
     ptx::wgmma_fence();
 #pragma unroll
@@ -91,7 +93,7 @@ struct WideTile : BackwardConsumer<Config> {
     ptx::wgmma_commit_group();
     dout_ring.wait_full();
     if constexpr (kMasked)
-      clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q(), kGroupBarrier + group);
+      clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q, kGroupBarrier + group);
     ptx::pin(dp);
     ptx::wgmma_fence();
 #pragma unroll
@@ -107,10 +109,9 @@ struct WideTile : BackwardConsumer<Config> {
 
     const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
     Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores(
-        score, kMasked ? plans.mask(p) : Mask{}, key0 + int(warp) * 16 + int(lane) / 4,
-        i0 + group * kOwn + int(lane) % 4 * 2,
+        score, mask, key0 + int(warp) * 16 + int(lane) / 4, i0 + group * kOwn + int(lane) % 4 * 2,
         shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8);
-    if constexpr (kMasked && !kPlain) scores.remove_pairs(plans, p, n);
+    if constexpr (kMasked && !kPlain) scores.remove_pairs(mask, plans, p, n);
     scores.probabilities(s, scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);

@@ -18,8 +18,9 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_t shared, int consumer) {
+  constexpr bool kPlain = kBody != Body::kGeneral, kSpans = kBody != Body::kPlain;
   constexpr ForwardTile kTile = Config::kTile;
   constexpr int kKeys = kTile.keys, kHeadDim = kTile.head_dim, kValueDim = kTile.value_dim;
   constexpr int kCols8 = kKeys / 8, kOut8 = kValueDim / 8;
@@ -81,7 +82,9 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     }
     const Mask mask = Mask::make(p.spec, int(start.z), int(start.w));
     // Spans are looked up where they are needed: there are no registers to keep them.
-    const auto bounds = [&] { return p.with_spans(mask, p.extras.key_spans.present() ? read_batch(work) : Batch{}); };
+    const auto bounds = [&] { return kSpans && p.has_spans() ? p.with_spans(mask, read_batch(work)) : mask; };
+    const Live live_of_mask = mask.live_keys();
+    const auto live_keys = [&] { return kSpans && p.has_spans() ? bounds().live_keys() : live_of_mask; };
     const int row = int(start.y) + lane_row;
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
@@ -200,7 +203,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     // V of a tile that holds dead keys: a zero times a NaN is no zero. Each warpgroup clears what it is about to read.
     bool unclean = false;
     const auto note_unclean = [&](int kv_tile) {
-      const Live live_k = bounds().live_keys();
+      const Live live_k = live_keys();
       if (live_k.spans) {
         bool dead = false;
         for (int j = kv_tile * kKeys + lane; j < min_(kv_tile * kKeys + kKeys, p.S); j += 32) dead |= !live_k.has(j);
@@ -211,7 +214,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       unclean &= kv_tile * kKeys < live_k.begin || live_k.end < p.S;  // past the tensor there are zeros already
     };
     const auto clean = [&](int kv_tile) {
-      const Live live_k = bounds().live_keys();
+      const Live live_k = live_keys();
       v_ring.wait_full();
       for (int x = thread; x < kKeys * kOut8; x += 128) {
         if (!live_k.has(kv_tile * kKeys + x / kOut8)) {

@@ -15,7 +15,7 @@ __device__ __forceinline__ uint4 words(int a, int b, int c, int d) {
 }
 
 // By a whole warp: a lane for each consumer.
-template <class Config>
+template <class Config, bool kSpans>
 __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& plan, uint32_t shared) {
   constexpr int kRows = Config::kTile.rows(), kKeys = Config::kTile.keys, kConsumers = Config::kTile.consumers;
   using Shared = ForwardShared<Config>;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     const Schedule::Place place = plan.schedule.place(ticket);
     const int heads = p.N >> plan.pack_log2, q_head = place.head % heads, row0 = place.tile * kRows;
     const Batch batch = p.batch(place.head / heads);
-    const Mask mask = p.mask(batch);
+    const Mask mask = p.mask<kSpans>(batch);
     const auto key_tiles = [&](int first, int rows) {
       const int begin = first >> plan.pack_log2, end = ((first + rows - 1) >> plan.pack_log2) + 1;
       Tiles tiles = mask.key_tiles(begin, min_(end, p.T), kKeys);
