@@ -54,8 +54,9 @@ def _packed_side(
 
     Rows in no sequence have an empty span between those of their neighbours, so that neither end ever decreases.
     """
-    table = jnp.stack([starts[:-1], lengths, other_starts[:-1], other_lengths, shift], axis=-1)
-    start, length, low, others, shift = jnp.moveaxis(table[_sequence(starts, size)], -1, 0)
+    b = _sequence(starts, size)
+    of_each = (starts[:-1], lengths, other_starts[:-1], other_lengths, shift)
+    start, length, low, others, shift = (x.at[b].get(mode="promise_in_bounds") for x in of_each)
     index, high = jnp.arange(size, dtype=jnp.int32) - start, low + others
     position = low + index + shift
     begin, end = jnp.clip(position - before, low, high), jnp.clip(position + after + 1, low, high)
@@ -67,7 +68,10 @@ def _packed_side(
 
 def _sequence(starts: jax.Array, size: Any) -> jax.Array:
     """[size]: the sequence that a row lies in, or the one before or behind it."""
-    row = jnp.arange(size, dtype=jnp.int32)
-    method = "scan_unrolled" if isinstance(starts.shape[0], int) else "compare_all"
-    found = jnp.searchsorted(starts, row, side="right", method=method).astype(jnp.int32) - 1
-    return jnp.clip(found, 0, starts.shape[0] - 2)
+    count = starts.shape[0]
+    if isinstance(count, int) and count <= 64:  # one loop over rows; above that XLA's may keep all it compares
+        row = jnp.arange(size, dtype=jnp.int32)[:, None]
+        reached = jnp.sum(starts <= row, -1, dtype=jnp.int32)
+    else:
+        reached = jnp.cumsum(jnp.zeros(size + 1, jnp.int32).at[starts].add(1))[:-1]
+    return jnp.clip(reached - 1, 0, count - 2)
