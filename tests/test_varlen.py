@@ -40,7 +40,10 @@ def test_packs(pack, kind, backend):
         _check(pack, kind, backend)
 
 
-@pytest.mark.parametrize("pack", packs.PACKS, ids=lambda pack: pack.id)
+_LAWS = [pack for pack in packs.PACKS if not pack.id.startswith(("long", "dims", "deterministic", "whole"))]
+
+
+@pytest.mark.parametrize("pack", _LAWS, ids=lambda pack: pack.id)
 def test_reference(pack):
     options = {"xla_backend_optimization_level": 0}
     packs.check(
@@ -49,16 +52,19 @@ def test_reference(pack):
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 def test_random_packs(data):
     """Any layout and features. A failure prints its arguments, and what reproduces it."""
     draw = data.draw
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     B, largest = draw(st.integers(1, 12)), draw(st.sampled_from([3, 20, 90]))
     queries, keys = (rng.integers(0, largest + 1, B) * (rng.random(B) < 0.8) for _ in range(2))
-    queries[-1], keys[0] = queries[-1] + 1, keys[0] + 1
+    # One of them is never tiny: the bound on errors is relative to what is summed, and to the largest element.
+    queries[-1], keys[-1] = queries[-1] + 9, keys[-1] + 9
     sides = [tuple(map(int, x)) for x in (queries, keys)]
-    used = [tuple(map(int, rng.integers(0, x + 1))) if draw(st.booleans()) else None for x in (queries, keys)]
+    used = [
+        (*map(int, rng.integers(0, x[:-1] + 1)), int(x[-1])) if draw(st.booleans()) else None for x in (queries, keys)
+    ]
     around = [tuple(map(int, rng.integers(0, 9, 2))) if draw(st.booleans()) else (0, 0) for _ in range(2)]
     K, G = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keywords, operands = {"causal_alignment": draw(st.sampled_from(["top_left", "bottom_right"]))}, {}
@@ -76,7 +82,7 @@ def test_random_packs(data):
         keywords["dropout_rate"], operands["dropout_rng"] = 0.3, rng.integers(0, 2**32, 2, np.uint32)
     pack = packs.Pack(
         f"random-{draw(st.integers(0, 99))}", "any", *sides, K * G, K, draw(st.integers(1, 40)),
-        draw(st.integers(1, 40)), *used, *around, keywords, operands,
+        draw(st.integers(1, 24)), *used, *around, keywords, operands,
     )  # fmt: skip
     _check(pack, draw(st.sampled_from(evaluate.DTYPES["cpu"])), "cpu")
 

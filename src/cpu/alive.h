@@ -14,7 +14,7 @@ template <class Real>
 class Alive {
  public:
   Status find(const Problem& p, Executor& executor) {
-    const bool by_pair = p.removes_pairs() || p.extras.bias.present();
+    const bool by_pair = p.removes_pairs() || p.extras.bias.present();  // of some batch rows at least
     if (!by_pair && !p.extras.key_spans.present()) return {};
     T_ = p.T, S_ = p.S;
     const int64_t key_heads = int64_t{p.B} * p.K;
@@ -25,7 +25,7 @@ class Alive {
     if (!queries_ || !keys_ || !pending) return {"out of host memory for the flags of what is read"};
     parallel_for(executor, n_workers, key_heads, [&](int64_t x, int worker) {
       const auto row = static_cast<int>(x / p.K), kv_head = static_cast<int>(x % p.K);
-      if (by_pair)
+      if (p.extras.bias.present() || !p.mask(p.batch(row)).exact)
         find_by_pair(p, row, kv_head, pending.get() + int64_t{worker} * p.S);
       else
         copy_spans(p, row, kv_head);
