@@ -259,7 +259,7 @@ def _extras(call: _checks.Call) -> Extras:
         key_lens=call.key_lengths,
         mask=call.mask,
         query_ids=call.query_ids,
-        key_ids=call.key_ids,
+        key_ids=None if call.key_ids is call.query_ids else call.key_ids,
         bias=bias,
         alibi_slopes=slopes,
         sinks=sinks,
