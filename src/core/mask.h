@@ -66,13 +66,6 @@ struct Mask {
     return i < q_len && j < k_len && i + off - left <= j && j <= i + off + right;
   }
 
-  // The same without what operands remove: for those who look at each pair that is left.
-  JAX_FLASH2_HD constexpr Mask bounds() const {
-    Mask m = *this;
-    m.exact = true;
-    return m;
-  }
-
   // Keys that query i sees, and queries that see key j.
   JAX_FLASH2_HD constexpr Range keys(int i) const {
     if (key_spans) return i < q_len ? key_spans[i].range() : Range{0, 0};
