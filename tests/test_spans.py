@@ -335,7 +335,7 @@ def test_program_of_a_mask_of_keys():
 
 
 def test_programs_keep_nothing_large():
-    """Planned by XLA for the CPU, whose fusions are not CUDA's: two reductions, and no T x T array between."""
+    """As XLA plans it for the CPU, whose fusions are not CUDA's: no T x T array of any type lies between."""
     mask = jax.ShapeDtypeStruct((1, 1, T, T), bool)
     q, k, v = _avals()
 
@@ -343,7 +343,7 @@ def test_programs_keep_nothing_large():
         return _spans.of(("q", "k", "v", "mask"), (q, k, v, mask), AttentionSpec())
 
     memory = jax.jit(spans).lower(q, k, v, mask).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 64 * T
+    assert memory.temp_size_in_bytes < T * T // 2
 
 
 @pytest.mark.parametrize("x64", [False, True])
