@@ -8,6 +8,7 @@ from jax_flash2._capabilities import capabilities
 from jax_flash2._checkpoint import CHECKPOINT_NAME, checkpoint_policy
 from jax_flash2._ffi import export_checks
 from jax_flash2._forward_mode import attention_jvp
+from jax_flash2._varlen import varlen_attention
 
 __version__ = _version("jax_flash2")
 
@@ -20,4 +21,5 @@ __all__ = [
     "dot_product_attention",
     "export_checks",
     "reference",
+    "varlen_attention",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks, _options, reference
+from jax_flash2 import _checks, _options, _packing, reference
 from jax_flash2._spec import AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
@@ -153,7 +153,10 @@ def attend(
     if not return_residual:
         return result
     out, lse = result
-    return out, jnp.swapaxes(lse, -1, -2)
+    lse = jnp.swapaxes(lse, -1, -2)
+    if call.packing is not None and call.sinks is not None:  # to a kernel a row in no sequence is like one without keys
+        lse = jnp.where(_packing.in_sequence(call.packing, lse.shape[0])[:, None], lse, -jnp.inf)
+    return out, lse
 
 
 def dot_product_attention(
@@ -229,18 +232,25 @@ def _refuse_what_kernels_lack(call: _checks.Call, implementation: str | None) ->
 
 
 def _spec(call: _checks.Call, deterministic: bool) -> AttentionSpec:
-    left, right = (_OPEN if side is None or side >= _checks.MAX_LENGTH else side for side in call.window)
-    if call.is_causal:
-        right = 0  # a window's right end is never tighter
+    left, right = (_OPEN if side is None else side for side in _window(call))
+    bottom_right = call.bottom_right
+    if call.packing is not None:
+        left, right, bottom_right = _OPEN, _OPEN, False  # the spans hold all of it
     return AttentionSpec(
         scale=1.0 if isinstance(call.scale, jax.Array) else call.scale,
         softcap=call.soft_cap or 0.0,
         window_left=left,
         window_right=right,
-        bottom_right=call.bottom_right,
+        bottom_right=bottom_right,
         deterministic=deterministic,
         dropout_rate=call.dropout_rate,
     )
+
+
+def _window(call: _checks.Call) -> tuple[int | None, int | None]:
+    """(left, right) of window and causal mask together, None for an open side."""
+    left, right = (None if side is None or side >= _checks.MAX_LENGTH else side for side in call.window)
+    return left, 0 if call.is_causal else right  # a window's right end is never tighter
 
 
 def _extras(call: _checks.Call) -> Extras:
@@ -253,6 +263,11 @@ def _extras(call: _checks.Call) -> Extras:
         assert call.dropout_rng is not None, "checked"
         own = (*call.query.shape[:-3], call.query.shape[-2])  # a seed for each batch row and head
         seeds = jax.random.bits(call.dropout_rng, (*((1,) * len(own) if call.dropout_shared else own), 2), jnp.uint32)
+    key_spans = query_spans = positions = None
+    if call.packing is not None:
+        T, S, bottom_right = call.query.shape[-3], call.key.shape[-3], call.bottom_right
+        spans = _packing.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
+        key_spans, query_spans, positions = spans
     return Extras(
         scale=call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None,
         query_lens=call.query_lengths,
@@ -264,4 +279,7 @@ def _extras(call: _checks.Call) -> Extras:
         alibi_slopes=slopes,
         sinks=sinks,
         seeds=seeds,
+        key_spans=key_spans,
+        query_spans=query_spans,
+        positions=None if slopes is None else positions,
     )

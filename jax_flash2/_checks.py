@@ -20,6 +20,15 @@ MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of t
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+class Packing(NamedTuple):
+    """Sequences one behind the other along T and S. B > 0 of them; starts never decrease, whatever was given."""
+
+    query_starts: jax.Array  # [B + 1] int32 in [0, T], the last one being the end
+    key_starts: jax.Array  # [B + 1] int32 in [0, S]
+    query_lengths: jax.Array  # [B] int32: how much of each is used
+    key_lengths: jax.Array  # [B] int32
+
+
 class Call(NamedTuple):
     """The arguments of one call. `*#B`: the batch axes of query, each of its size or 1; `#` likewise for other axes."""
 
@@ -42,6 +51,7 @@ class Call(NamedTuple):
     dropout_rate: float
     dropout_rng: jax.Array | None
     dropout_shared: bool = False  # by all batch rows and heads
+    packing: Packing | None = None  # then there are no batch axes, lengths, ids, bias and mask
 
 
 def check(
@@ -111,6 +121,43 @@ def check(
         dropout_rate=rate,
         dropout_rng=None if dropout_rng is None else _options.rng(dropout_rng),
     )
+
+
+def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any, T: Any, S: Any) -> Packing:
+    """Raises ValueError or TypeError for wrong input. Wrong numbers become right ones, by which only rows are read that
+    exist."""
+    numbers = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    shapes = {name: np.shape(array(name, x)) for name, x in numbers.items() if x is not None}
+    for name, shape in shapes.items():
+        if len(shape) != 1 or (name.startswith("cu") and shape[0] == 0):
+            what = "[B + 1], the starts of B sequences and the end" if name.startswith("cu") else "[B], lengths"
+            raise ValueError(f"{name} has shape {shape}; it must be {what}. Several packs at once: use jax.vmap.")
+    B = shapes["cu_seqlens_q"][0] - 1
+    for name, shape in shapes.items():
+        size, letters = (B + 1, "B + 1") if name.startswith("cu") else (B, "B")
+        if shape[0] != size:
+            raise ValueError(
+                f"{name} has shape {shape}; it must be [{letters}] = ({size},), because cu_seqlens_q has shape "
+                f"({B + 1},): one number for each sequence and, in cu_seqlens alone, one for the end."
+            )
+
+    def starts(name: str, total: Any) -> jax.Array:
+        x: Any = _integers(name, numbers[name], (), (("B + 1", B + 1),), 0, total)
+        x = jax.lax.cummax(x)
+        return jnp.concatenate([x, x]) if B == 0 else x  # one empty sequence, then
+
+    def lengths(name: str, starts: jax.Array, total: Any) -> jax.Array:
+        whole = starts[1:] - starts[:-1]
+        used = _integers(name, numbers[name], (), (("B", B),), 0, total)
+        return whole if used is None or B == 0 else jnp.minimum(whole, used)
+
+    query_starts, key_starts = starts("cu_seqlens_q", T), starts("cu_seqlens_k", S)
+    return Packing(query_starts, key_starts, lengths("seqused_q", query_starts, T), lengths("seqused_k", key_starts, S))
 
 
 def array(name: str, x: Any) -> jax.Array:

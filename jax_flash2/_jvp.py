@@ -20,7 +20,7 @@ from jax_flash2._arrays import Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
 _BLOCK = 128  # keys
-_OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "scale", "query_lens", "key_lens")
+_OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "scale", "query_lens", "key_lens", "key_spans", "query_spans")
 _FIELDS = ("scale", "softcap", "window_left", "window_right", "bottom_right", "deterministic")
 
 
@@ -123,6 +123,7 @@ class _Rows:
         self.scale = (
             jnp.asarray(spec.scale, self.dtype) if scale is None else self.wide(scale)[..., None, None, None, None]
         )
+        self._key_spans = x.get("key_spans")
         self._query_len = _mask.length(x.get("query_lens"), dims.sizes["T"], 4)
         self._key_len = _mask.length(x.get("key_lens"), dims.sizes["S"], 4)
 
@@ -135,6 +136,8 @@ class _Rows:
         i = jnp.arange(T, dtype=jnp.int32)[:, None]
         j = start + jnp.arange(min(_BLOCK, S), dtype=jnp.int32)
         keep = _mask.visible(i, j, self._query_len, self._key_len, self.spec)
+        if self._key_spans is not None:
+            keep = keep & _mask.in_spans(j, self._key_spans[..., None, None, :, :])
         return keep.reshape((1,) * max(self.dims.rank + 4 - keep.ndim, 0) + keep.shape)
 
 

@@ -6,7 +6,7 @@ run: a program may be compiled here and run elsewhere.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -56,17 +56,25 @@ def lower(
     given = dict(zip(operands, values, strict=True))
     if "query_ids" in given and "key_ids" not in given:
         given["key_ids"], dims.avals["key_ids"] = given["query_ids"], dims.avals["query_ids"]
-    avals_in = [dims.avals.get(name, dims.absent(name)) for name in OPERANDS[primitive.name]]
+    taken = _up_to_last(OPERANDS[primitive.name], given)
+    avals_in = [dims.avals.get(name, dims.absent(name)) for name in taken]
     arrays_in = [
         given[name] if name in given else mlir.ir_constant(np.zeros(aval.shape, aval.dtype))
-        for name, aval in zip(OPERANDS[primitive.name], avals_in, strict=True)
+        for name, aval in zip(taken, avals_in, strict=True)
     ]
     returned = results_of(primitive, operands)
     written = {*returned, *(_workspaces(dims) if platform == "cuda" else ())}
-    avals_out = [dims.aval(x) if x in written else dims.absent(x) for x in RESULTS[primitive.name]]
+    results = _up_to_last(RESULTS[primitive.name], written)
+    avals_out = [dims.aval(x) if x in written else dims.absent(x) for x in results]
     call = ffi.ffi_lowering(TARGETS[primitive.name])
     outs = call(ctx.replace(avals_in=avals_in, avals_out=avals_out), *arrays_in, **dataclasses.asdict(spec))
-    return [out for name, out in zip(RESULTS[primitive.name], outs, strict=True) if name in returned]
+    return [out for name, out in zip(results, outs, strict=True) if name in returned]
+
+
+def _up_to_last(names: Sequence[str], present: Container[str]) -> Sequence[str]:
+    """Without the absent ones at the end, which handlers do not miss: each would cost XLA an array."""
+    last = max(i for i, name in enumerate(names) if name in present)
+    return names[: last + 1]
 
 
 def _workspaces(dims: Dims) -> list[str]:

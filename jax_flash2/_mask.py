@@ -24,3 +24,9 @@ def visible(i: jax.Array, j: jax.Array, query_len: jax.Array, key_len: jax.Array
     if spec.window_right >= 0:
         seen = seen & (j <= position + spec.window_right)
     return seen
+
+
+def in_spans(j: jax.Array, spans: jax.Array) -> jax.Array:
+    """bool, broadcast: whether the span of each row, [.., 2], has key j."""
+    first, end = spans[..., :1], spans[..., 1:]
+    return (first >= 0) & (first <= j) & (j < end)

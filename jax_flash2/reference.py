@@ -116,7 +116,13 @@ def _over(x: jax.Array, axes: int) -> jax.Array:
 
 
 def _offset(call: _checks.Call) -> jax.Array:
-    """[*#B, 1, 1, 1]: query i stands at key position i + offset."""
+    """[*#B, 1, #T, 1]: query i stands at key position i + offset."""
+    if call.packing is not None:
+        packing, (queries, _) = call.packing, _sequences(call)
+        offsets = packing.key_starts[:-1] - packing.query_starts[:-1]
+        if call.bottom_right:
+            offsets = offsets + packing.key_lengths - packing.query_lengths
+        return jnp.where(queries < 0, 0, offsets[queries])[None, :, None]
     if not call.bottom_right:
         return jnp.zeros((1,) * call.query.ndim, jnp.int32)
     T, S = (jnp.asarray(n, dtype=jnp.int32) for n in (call.query.shape[-3], call.key.shape[-3]))
@@ -129,6 +135,23 @@ def _positions(call: _checks.Call) -> tuple[jax.Array, jax.Array]:
     """i [T, 1] and j [S]."""
     T, S = call.query.shape[-3], call.key.shape[-3]
     return jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)
+
+
+def _sequences(call: _checks.Call) -> tuple[jax.Array, jax.Array]:
+    """[T] and [S]: which packed sequence uses a query, and a key; -1 for none."""
+    assert call.packing is not None
+
+    def of(starts: jax.Array, lengths: jax.Array, x: jax.Array) -> jax.Array:
+        row = jnp.arange(x.shape[-3], dtype=jnp.int32)[:, None]
+        member = (starts[:-1] <= row) & (row < starts[:-1] + lengths)  # [.., B], one of them at most
+        number = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+        return jnp.max(jnp.where(member, number, -1), -1)
+
+    packing = call.packing
+    return (
+        of(packing.query_starts, packing.query_lengths, call.query),
+        of(packing.key_starts, packing.key_lengths, call.key),
+    )
 
 
 def _keep(call: _checks.Call) -> jax.Array:
@@ -154,6 +177,9 @@ def _keep(call: _checks.Call) -> jax.Array:
     if call.query_ids is not None and call.key_ids is not None:
         query_ids, key_ids = call.query_ids[..., None, :, None], call.key_ids[..., None, None, :]
         rules.append((query_ids == key_ids) & (query_ids >= 0))
+    if call.packing is not None:
+        queries, keys = _sequences(call)
+        rules.append((queries[:, None] == keys) & (keys >= 0))
     keep = rules[0]
     for rule in rules[1:]:
         keep = keep & rule
@@ -181,6 +207,8 @@ def _sink(call: _checks.Call, dtype: Any) -> jax.Array:
     if call.sinks is None:
         return jnp.full((1,) * (call.query.ndim - 1), -jnp.inf, dtype)
     sink = _over(call.sinks.astype(dtype), 1)
+    if call.packing is not None:
+        return jnp.where(_sequences(call)[0] >= 0, sink, -jnp.inf)
     if call.query_lengths is None:
         return sink
     i = jnp.arange(call.query.shape[-3], dtype=jnp.int32)

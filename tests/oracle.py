@@ -33,13 +33,15 @@ def attention(
     key_value_segment_ids: Any = None,
     dropout_rate: float = 0.0,
     dropout_seeds: Any = None,
+    dropout_at: tuple[int, int] = (0, 0),
     real: Any = np.float64,
     p_from_lse: bool = False,
 ) -> dict[str, np.ndarray]:
     """out [*B, T, N, Dv], lse [*B, T, N] and the gradients of sum(out * dout) + sum(lse * dlse), by argument.
 
-    dropout_seeds, uint32 [*B, N, 2], stands for dropout_rng. `real` is what everything is computed in; with p_from_lse
-    the gradients take the probabilities from lse, rounded to it, as an algorithm does that keeps nothing else.
+    dropout_seeds, uint32 [*B, N, 2], stands for dropout_rng; dropout_at is where query 0 and key 0 lie in what is
+    dropped. `real` is what everything is computed in; with p_from_lse the gradients take the probabilities from lse,
+    rounded to it, as an algorithm does that keeps nothing else.
     """
     q, k, v, dout, dlse = (np.asarray(x, real) for x in (query, key, value, dout, dlse))
     *batch, T, N, D = q.shape
@@ -100,7 +102,9 @@ def attention(
                     else np.zeros((T, S), real),
                     slope=_pick(extra["alibi_slopes"], b, n) if alibi_slopes is not None else real(0),
                     distance=np.abs(position - j).astype(real),
-                    factor=_dropout(dropout_rate, dropout_seeds[(*b, n)], T, S, real) if dropout_rate else real(1),
+                    factor=_dropout(dropout_rate, dropout_seeds[(*b, n)], dropout_at, T, S, real)
+                    if dropout_rate
+                    else real(1),
                     p_from_lse=p_from_lse,
                 )
                 result["out"][at], result["lse"][at], result["dquery"][at] = h["out"], h["lse"], h["dquery"]
@@ -185,13 +189,14 @@ def _add(total: np.ndarray, where: tuple[tuple[int, ...], ...], x: Any) -> None:
     total[index] = part + (x.sum(shared, keepdims=True) if shared else x)
 
 
-def _dropout(rate: float, seed: Any, T: int, S: int, real: Any) -> np.ndarray:
+def _dropout(rate: float, seed: Any, first: tuple[int, int], T: int, S: int, real: Any) -> np.ndarray:
     """What each probability is multiplied by: element by element, from the definition."""
     factor = np.zeros((T, S), real)
-    for i, j in np.ndindex(T, S):
+    for at in np.ndindex(T, S):
+        i, j = (int(x + y) for x, y in zip(at, first, strict=True))
         block = philox4x32_7((i & ~8, j & ~8, 0, 0), (int(seed[0]), int(seed[1])))
         word = block[(2 if i & 8 else 0) + (1 if j & 8 else 0)]
-        factor[i, j] = 1 / (1 - rate) if word >= round(rate * 2**32) else 0
+        factor[at] = 1 / (1 - rate) if word >= round(rate * 2**32) else 0
     return factor
 
 

@@ -40,11 +40,14 @@ struct Addend {
     return static_cast<Real>(d < 0 ? -d : d);
   }
 
-  // For i < T and j < S.
+  // For i < T and j < S, as what follows: whether mask and ids leave the pair.
+  JAX_FLASH2_HD bool keeps(int i, int j) const {
+    if (mask && !mask[i * mask_row + j * mask_col]) return false;
+    return !query_ids || (query_ids[i] >= 0 && query_ids[i] == key_ids[j]);
+  }
+
   JAX_FLASH2_HD Real at(int i, int j) const {
-    const Real removed = static_cast<Real>(-INFINITY);
-    if (mask && !mask[i * mask_row + j * mask_col]) return removed;
-    if (query_ids && (query_ids[i] < 0 || query_ids[i] != key_ids[j])) return removed;
+    if (!keeps(i, j)) return static_cast<Real>(-INFINITY);
     const Real x = bias ? bias_at(i * bias_row + j * bias_col) : Real(0);
     return sloped ? x - slope * distance(i, j) : x;
   }

@@ -54,9 +54,4 @@ struct Dropout {
   }
 };
 
-// The hook of kernels that serve no dropout: every element is kept, and the compiler removes the call.
-struct Keep {
-  JAX_FLASH2_HD constexpr float factor(int /*i*/, int /*j*/) const { return 1.0f; }
-};
-
 }  // namespace jax_flash2

@@ -55,9 +55,22 @@ struct Mask {
     return {q_len, k_len, bound(spec.window_left), bound(spec.window_right), spec.bottom_right ? k_len - q_len : 0};
   }
 
+  JAX_FLASH2_HD constexpr Mask without_spans() const {
+    Mask m = *this;
+    m.key_spans = m.query_spans = nullptr;
+    return m;
+  }
+
   JAX_FLASH2_HD constexpr bool visible(int i, int j) const {
     if (key_spans) return keys(i).has(j) && queries(j).has(i);
     return i < q_len && j < k_len && i + off - left <= j && j <= i + off + right;
+  }
+
+  // The same without what operands remove: for those who look at each pair that is left.
+  JAX_FLASH2_HD constexpr Mask bounds() const {
+    Mask m = *this;
+    m.exact = true;
+    return m;
   }
 
   // Keys that query i sees, and queries that see key j.

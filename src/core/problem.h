@@ -48,6 +48,10 @@ struct Extras {
 #undef JAX_FLASH2_EXTRA
 };
 
+// What a kernel's body knows of: bounds that hold for all rows of a batch row, with a scale known to be positive; spans in
+// their place; and what acts on every score, or pair.
+enum class Body : uint8_t { kPlain, kSpans, kGeneral };
+
 struct Problem {
   DType dtype;                         // of q, k, v, out and their gradients; the rest says its own below
   int32_t batch_sizes[kMaxBatchAxes];  // unused axes are 1
@@ -86,17 +90,21 @@ struct Problem {
     return r;
   }
 
+  template <bool kSpans = true>
   JAX_FLASH2_HD Mask mask(const Batch& b) const {
     const auto length = [&](const Tensor& lens, int full) {
       return lens.present() ? clamp_(*lens.at<const int32_t>(b), 0, full) : full;
     };
-    return with_spans(Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S)), b);
+    Mask m = Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S));
+    if constexpr (!kSpans) return m;
+    m = with_spans(m, b);
+    m.exact = !removes_pairs() || (extras.span_exact.present() && *extras.span_exact.at<const int32_t>(b) != 0);
+    return m;
   }
-  // What a mask made of a batch row's lengths alone lacks.
+  JAX_FLASH2_HD bool has_spans() const { return extras.key_spans.present(); }
   JAX_FLASH2_HD Mask with_spans(Mask m, const Batch& b) const {
     const auto spans = [&](const Tensor& t) { return reinterpret_cast<const Span*>(t.at<const int32_t>(b)); };
-    if (extras.key_spans.present()) m.key_spans = spans(extras.key_spans), m.query_spans = spans(extras.query_spans);
-    m.exact = !removes_pairs() || (extras.span_exact.present() && *extras.span_exact.at<const int32_t>(b) != 0);
+    if (has_spans()) m.key_spans = spans(extras.key_spans), m.query_spans = spans(extras.query_spans);
     return m;
   }
 
@@ -141,10 +149,6 @@ struct Problem {
                                extras.seeds.present() ? extras.seeds.at<const uint32_t>(b, n) : nullptr);
   }
 
-  // Hooks of kernels that serve no elementwise operand.
-  JAX_FLASH2_HD Keep keep(const Batch&, int /*n*/) const { return {}; }
-  JAX_FLASH2_HD DScore dscore(const Batch&, int /*n*/) const { return {}; }
-
   // Whether pairs share elements of the bias.
   JAX_FLASH2_HD bool bias_is_shared() const {
     const Tensor& t = extras.bias;
@@ -163,9 +167,13 @@ struct Problem {
     return extras.bias.present() || extras.alibi_slopes.present() || extras.sinks.present() || extras.seeds.present();
   }
 
-  // The plain body serves bounds only, with a scale known to be positive; the general one acts on every score.
-  bool plain() const {
-    return !extras.scale.present() && spec.scale > 0 && spec.softcap == 0 && !removes_pairs() && !elementwise();
+  // Whether only the device knows who sees whom.
+  bool ragged() const { return extras.query_lens.present() || extras.key_lens.present() || has_spans(); }
+
+  Body body() const {
+    const bool acts =
+        extras.scale.present() || spec.scale <= 0 || spec.softcap != 0 || removes_pairs() || elementwise();
+    return acts ? Body::kGeneral : has_spans() ? Body::kSpans : Body::kPlain;
   }
 };
 

@@ -26,9 +26,4 @@ struct Score {
   }
 };
 
-// The hook of kernels that serve no operand with a gradient of this kind.
-struct DScore {
-  JAX_FLASH2_HD void operator()(int /*i*/, int /*j*/, float /*ds*/) const {}
-};
-
 }  // namespace jax_flash2

@@ -1,5 +1,5 @@
-// Which queries read a key at all, and which keys a query reads at all, where operands remove pairs one by one. What is
-// dead may hold NaN: kernels load zeros for it. (What lengths and windows leave, Mask knows.)
+// Which queries read a key at all, and which keys a query reads at all, where operands say so row by row or pair by pair.
+// What is dead may hold NaN: kernels load zeros for it. (What lengths and windows leave, Mask knows.)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,15 +14,21 @@ template <class Real>
 class Alive {
  public:
   Status find(const Problem& p, Executor& executor) {
-    if (!p.removes_pairs() && !p.extras.bias.present()) return {};
+    const bool by_pair = p.removes_pairs() || p.extras.bias.present();  // of some batch rows at least
+    if (!by_pair && !p.extras.key_spans.present()) return {};
     T_ = p.T, S_ = p.S;
     const int64_t key_heads = int64_t{p.B} * p.K;
-    const int n_workers = workers(executor, key_heads, 1.0 * key_heads * p.group() * p.T * p.S);
+    const double pairs = 1.0 * key_heads * p.group() * p.T * (by_pair ? p.S : 1);
+    const int n_workers = workers(executor, key_heads, pairs);
     queries_ = allocate<uint8_t>(int64_t{p.B} * p.N * p.T), keys_ = allocate<uint8_t>(key_heads * p.S);
-    const auto pending = allocate<int>(int64_t{n_workers} * p.S);
+    const auto pending = allocate<int>(by_pair ? int64_t{n_workers} * p.S : 1);
     if (!queries_ || !keys_ || !pending) return {"out of host memory for the flags of what is read"};
     parallel_for(executor, n_workers, key_heads, [&](int64_t x, int worker) {
-      task(p, static_cast<int>(x / p.K), static_cast<int>(x % p.K), pending.get() + int64_t{worker} * p.S);
+      const auto row = static_cast<int>(x / p.K), kv_head = static_cast<int>(x % p.K);
+      if (p.extras.bias.present() || !p.mask(p.batch(row)).exact)
+        find_by_pair(p, row, kv_head, pending.get() + int64_t{worker} * p.S);
+      else
+        copy_spans(p, row, kv_head);
     });
     return {};
   }
@@ -44,8 +50,16 @@ class Alive {
       if (!alive[x]) std::fill_n(packed + (x - begin) * ld, ld, Real(0));
   }
 
+  void copy_spans(const Problem& p, int row, int kv_head) const {
+    const Mask mask = p.mask(p.batch(row));
+    const Live queries = mask.live_queries(), keys = mask.live_keys();
+    uint8_t* const to = queries_.get() + (int64_t{row} * p.N + kv_head * p.group()) * p.T;
+    for (int64_t x = 0; x < int64_t{p.group()} * p.T; x++) to[x] = queries.has(static_cast<int>(x % p.T));
+    for (int j = 0; j < p.S; j++) keys_[(int64_t{row} * p.K + kv_head) * p.S + j] = keys.has(j);
+  }
+
   // `pending` holds the keys for which no reader has been found yet: usually few after the first rows.
-  void task(const Problem& p, int row, int kv_head, int* pending) const {
+  void find_by_pair(const Problem& p, int row, int kv_head, int* pending) const {
     const Batch b = p.batch(row);
     const Mask mask = p.mask(b);
     uint8_t* const keys = keys_.get() + (int64_t{row} * p.K + kv_head) * p.S;

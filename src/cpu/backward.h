@@ -128,7 +128,7 @@ class Backward {
   // delta = rowsum(dout * out) - dlse of live rows; the gradients of dead ones.
   void prologue(const Batch& b, int64_t head, int i0) const {
     const int n = static_cast<int>(head % p.N), i1 = min_(p.T, i0 + queries_);
-    const Range live = p.mask(b).live_queries();
+    const Live live = p.mask(b).live_queries();
     const int q_len = p.mask(b).q_len;
     const int first = clamp_(live.begin, i0, i1), last = clamp_(live.end, first, i1);
     Real* delta = delta_.get() + head * p.T;
@@ -137,7 +137,7 @@ class Backward {
     const Real* const lse = p.lse.template at<const Real>(b, n);
     const Real sink = p.template sink<Real>(b, n);
     for (int i = i0; i < i1; i++) {
-      const bool live_row = first <= i && i < last;
+      const bool live_row = first <= i && i < last && live.has(i);
       if (!live_row || !alive_.query(head, i)) delta[i] = 0;
       if (p.dlse.present() && lse[i * p.lse.row] != -kInfinity)
         delta[i] -= p.dlse.template at<const Real>(b, n)[i * p.dlse.row];
@@ -201,11 +201,11 @@ class Backward {
   // What a query tile gives to dK and dV of the packed `keys` of task `tile`, and they to its dQ.
   void query_tile(const Mask& mask, const Rows& rows, int tile, const Range& keys, const Scratch& t) const {
     load_queries(rows, t);
-    const Range first = mask.keys(rows.first), last = mask.keys(rows.last - 1);
-    const Range seen = {max_(keys.begin, first.begin), min_(keys.end, last.end)};
+    const Tiles met = mask.bounds().key_tiles(rows.first, rows.last, 1);
+    const Range seen = {max_(keys.begin, met.begin), min_(keys.end, met.end)};
     for (int j0 = seen.begin, j1; j0 < seen.end; j0 = j1) {
       j1 = min_(j0 + kSub, seen.end);
-      const bool full = last.begin <= j0 && j1 <= first.end;
+      const bool full = met.full_begin <= j0 && j1 <= met.full_end;
       if (!full) j1 = min_(j0 + kSub / 2, seen.end);  // a smaller block that is masked in part wastes less
       if (const Block x = scores(mask, rows, full, {j0, j1}, keys.begin, t); x.m > 0) gradients(mask, rows, x, t);
     }
@@ -220,9 +220,10 @@ class Backward {
   // The probabilities of the keys `j`, in t.s, and the gradients of their scores, in t.dp; m is 0 where no pair is kept.
   Block scores(const Mask& mask, const Rows& rows, bool full, const Range& j, int first, const Scratch& t) const {
     // Queries r0 and on; r0 is a multiple of the lanes.
-    const int r0 = max_(0, mask.queries(j.begin).begin - rows.first) / ops.lanes * ops.lanes;
-    const int n = min_(rows.count(), mask.queries(j.end - 1).end - rows.first) - r0, width = padded(n),
-              m = j.end - j.begin;
+    const Tiles met = mask.bounds().query_tiles(j.begin, j.end, 1);
+    const int r0 = max_(0, met.begin - rows.first) / ops.lanes * ops.lanes;
+    const int n = min_(rows.count(), met.end - rows.first) - r0, width = padded(n), m = j.end - j.begin;
+    if (n <= 0) return {};
     for (int r = 0; r < width && !full; r++) {
       const Range seen = r < n ? mask.keys(rows.first + r0 + r) : Range{0, 0};
       t.begin[r] = static_cast<Real>(clamp_(seen.begin - j.begin, 0, m));
@@ -286,7 +287,8 @@ class Backward {
     ops.transpose({t.dout, lddv_}, width, padded(p.Dv), {t.dout_t, lds_});
     const Real* lse = p.lse.template at<const Real>(rows.b, rows.n);
     for (int r = 0; r < width; r++) {
-      const Real at = r < n ? lse[(rows.first + r) * p.lse.row] : kInfinity;
+      const bool alive = r < n && alive_.query(rows.head, rows.first + r);
+      const Real at = alive ? lse[(rows.first + r) * p.lse.row] : kInfinity;
       t.lse[r] = at == -kInfinity ? kInfinity : at;  // a row whose scores are all -inf
       t.delta[r] = r < n ? delta_[rows.head * p.T + rows.first + r] : Real(0);
     }
@@ -296,18 +298,18 @@ class Backward {
 
   // Adds the tile's dQ to memory after those of the tasks before; the last one scales and rounds the sum.
   void add_dq(const Mask& mask, const Rows& rows, int tile, const Scratch& t) const {
-    const int i0 = rows.index * queries_, n = rows.count();
-    const Tiles turns = mask.key_tiles(i0, min_(p.T, i0 + queries_), keys_);
+    const int n = rows.count();
+    const int before = mask.key_tiles_before(tile, rows.index, queries_, keys_, /*descending=*/false);
     const View<Real> sum = dq_sum(rows.b, rows.head, rows.first);
     Turn& turn = turns_[rows.head * query_tiles_ + rows.index];
-    turn.wait_for(tile - turns.begin);
-    ops.accumulate({t.dq, ldd_}, n, p.D, tile != turns.begin, sum);
+    turn.wait_for(before);
+    ops.accumulate({t.dq, ldd_}, n, p.D, before != 0, sum);
     if (p.grads.alibi_slopes.present())
       for (int r = 0; r < n; r++) {
         Real& slot = at_row<Real>(p.grads.alibi_slopes, rows.b, rows.n, rows.first + r);
-        slot = tile != turns.begin ? slot + t.slope[r] : t.slope[r];
+        slot = before != 0 ? slot + t.slope[r] : t.slope[r];
       }
-    if (tile + 1 == turns.end) {
+    if (mask.key_tiles_before(tile, rows.index, queries_, keys_, /*descending=*/true) == 0) {
       if (p.grads.scale.present()) scale_gradient(rows, sum);
       const Real scale = p.template score<Real>(rows.b, rows.n).scale;
       ops.unpack({sum.data, sum.row, sum.col}, n, p.D, scale, view<E>(p.dq, rows.b, rows.n, rows.first));
@@ -385,12 +387,12 @@ class Backward {
   }
 
   void add_bias(const Mask& mask, const Rows& rows, const Range& keys, Real* sum, const Scratch& t) const {
-    const Range first = mask.keys(rows.first), last = mask.keys(rows.last - 1);
-    const Range seen = {max_(keys.begin, first.begin), min_(keys.end, last.end)};
+    const Tiles met = mask.bounds().key_tiles(rows.first, rows.last, 1);
+    const Range seen = {max_(keys.begin, met.begin), min_(keys.end, met.end)};
     if (seen.begin >= seen.end) return;
     load_queries(rows, t);
     load_keys(rows.b, rows.head / p.group(), rows.n / p.group(), seen, t);
-    const bool full = last.begin <= seen.begin && seen.end <= first.end;
+    const bool full = met.full_begin <= seen.begin && seen.end <= met.full_end;
     const Block block = scores(mask, rows, full, seen, seen.begin, t);
     const Tensor& slot = p.grads.bias;
     for (int j = 0; j < block.m; j++)

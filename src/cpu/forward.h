@@ -92,7 +92,7 @@ class Forward {
     const int row = static_cast<int>(head / p.N), n = static_cast<int>(head % p.N);
     const Batch b = p.batch(row);
     const Mask mask = p.mask(b);
-    const Range live = mask.live_queries(), live_keys = mask.live_keys();
+    const Live live = mask.live_queries(), live_keys = mask.live_keys();
     const int L = ops.lanes, i1 = min_(p.T, i0 + rows_), kv_head = n / p.group();
     // Queries are packed and computed for the live rows of the task only; the others are never read.
     const auto score = p.template score<Real>(b, n);
@@ -151,11 +151,11 @@ class Forward {
     const Range live = mask.live_queries();
     const int L = ops.lanes, first = max_(i, live.begin), last = min_(i_end, live.end) - 1;
     if (first > last) return;
-    const Range first_keys = mask.keys(first), last_keys = mask.keys(last);
-    const int j0 = max_(keys.begin, first_keys.begin), j1 = min_(keys.end, last_keys.end);
+    const Tiles met = mask.bounds().key_tiles(first, last + 1, 1);
+    const int j0 = max_(keys.begin, met.begin), j1 = min_(keys.end, met.end);
     if (j0 >= j1) return;
     // Lanes without a live query hold zeros and are dropped at the end: no mask is needed for them.
-    const bool full = last_keys.begin <= j0 && j1 <= first_keys.end;
+    const bool full = met.full_begin <= j0 && j1 <= met.full_end;
     for (int x = 0; x < L && !full; x++) {
       const Range seen = mask.keys(i + x);
       t.begin[x] = static_cast<Real>(clamp_(seen.begin - j0, 0, j1 - j0));

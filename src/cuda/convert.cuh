@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256)
   const int head = blockIdx.x / blocks_per_head, h = head % c.heads;
   const Batch b = p.batch(head / c.heads);
   const Mask mask = p.mask(b);
-  const Range live = kOf == Gradient::kQuery ? mask.live_queries() : mask.live_keys();
+  const Live live = kOf == Gradient::kQuery ? mask.live_queries() : mask.live_keys();
   const float scale = kOf == Gradient::kValue ? 1.0f : p.score<float>(b, h).scale;
   const tile::Accumulator shape{c.rows, c.cols};
   const float* const acc_g = c.acc.at<const float>(b, h);

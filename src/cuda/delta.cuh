@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
     }
   }
 
-  const Range live = p.mask(b).live_queries();
+  const Live live = p.mask(b).live_queries();
 #pragma unroll
   for (int pass = 0; pass < kDeltaPasses; pass++) {
     const uint32_t* const x = &out[pass].x;

@@ -379,14 +379,15 @@ void check_problem() {
   expect(tensor.at<float>(p.batch(29), 2) == cells + 32 + 16 + 4 + 10, none, "address of (batch row, head)");
 
   p.extras = {}, p.spec = {};
-  expect(p.plain(), none, "defaults are plain");
+  expect(p.body() == Body::kPlain, none, "defaults are plain");
   p.spec.softcap = 1;
-  expect(!p.plain() && !p.elementwise(), none, "a softcap is not");
+  expect(p.body() == Body::kGeneral && !p.elementwise(), none, "a softcap is not");
   p.spec = {};
   for (Tensor* operand : {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.sinks,
                           &p.extras.seeds}) {
     operand->data = cells;
-    expect(!p.plain() && (p.elementwise() || p.removes_pairs()), none, "nor is what operands do to pairs");
+    expect(p.body() == Body::kGeneral && (p.elementwise() || p.removes_pairs()), none,
+           "nor is what operands do to pairs");
     operand->data = nullptr;
   }
   p.extras.bias = {.data = cells, .batch = {0, 0, 0, 9}, .row = 9, .head = 0, .col = 1};
@@ -461,9 +462,8 @@ __global__ void read_laws(Problem p, int* ints, float* floats) {
   ints[threadIdx.x] = k.begin + k.full_begin + k.full_end + k.end + q.begin + q.full_begin + q.full_end + q.end;
   for (const Range& r : ranges) ints[threadIdx.x] += r.begin + r.end + m.visible(r.begin, r.end);
   const float s = p.score<float>(b, 0).apply<Math>(floats[threadIdx.x], 0, 0);
-  floats[threadIdx.x] = s * p.score<float>(b, 0).slope(s) * p.keep(b, 0).factor(0, 0);
-  p.dscore(b, 0)(0, 0, s);
-  floats[threadIdx.x] += p.addend<float>(b, 0, m.off).at(0, 0) * p.dropout<float>(b, 0).factor(0, 0);
+  floats[threadIdx.x] = s * p.score<float>(b, 0).slope(s);
+  floats[threadIdx.x] += p.addend<float>(b, 0, m).at(0, 0) * p.dropout<float>(b, 0).factor(0, 0);
 }
 #endif
 

@@ -99,7 +99,7 @@ __global__ void load_kernel(const uint16_t* in, uint32_t* out, int cols) {
   const uint32_t tile = ptx::shared_address(shared);
   for (int x = threadIdx.x; x < Tile::kBytes / 4; x += kThreads) ptx::st_shared_b32(tile + 4 * x, 0xffffffffu);
   __syncthreads();
-  tile::Copy<Tile, kThreads>().load(tile, in, cols, cols, 8, Range{11, Tile::kRows + 3});
+  tile::Copy<Tile, kThreads>().load(tile, in, cols, cols, 8, Live{{11, Tile::kRows + 3}, nullptr});
   ptx::cp_async_commit_group();
   ptx::cp_async_wait_group<0>();
   __syncthreads();

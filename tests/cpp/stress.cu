@@ -18,6 +18,7 @@
 #include "cuda/dispatch.h"
 #include "stress_case.h"
 #include "stress_device.cuh"
+#include "stress_pairs.h"
 #include "stress_reference.cuh"
 
 namespace {
@@ -115,7 +116,7 @@ class Runner {
   bool repeat(const Case& c, int times) { return c.bf16 ? repeat<__nv_bfloat16>(c, times) : repeat<__half>(c, times); }
 
  private:
-  Buffer rows_, lens_q_, lens_k_, scales_, live_q_, live_k_, inputs_[4], exact_, dlse_, verdict_, first_;
+  Buffer rows_, lens_q_, lens_k_, scales_, pairs_[7], live_q_, live_k_, inputs_[4], exact_, dlse_, verdict_, first_;
   Buffer out_, lse_, queue_, grads_[3], delta_, dq_acc_, dk_acc_, dv_acc_, order_, dscale_;
 
   template <class E>
@@ -151,6 +152,28 @@ class Runner {
     require(cudaMemsetAsync(data - kGuard, byte, (at.size() + 2 * kGuard) * sizeof(E)), "memset");
   }
 
+  // The table to the reference, the operands to the kernels.
+  void tell_pairs(const Case& c, std::vector<Row>& rows, Problem& p) {
+    const PairOperands pairs = draw_pairs(c, rows);
+    const uint8_t* const table = pairs_[0].upload(pairs.table);
+    for (int b = 0; b < c.B(); b++) rows[b].table = table + int64_t(b) * c.T * c.S, rows[b].table_cols = c.S;
+    const auto operand = [&](Buffer& buffer, const auto& x, int64_t batch, int64_t row, int64_t col) {
+      Tensor t;
+      t.data = buffer.upload(x);
+      t.batch[0] = c.B1 * batch, t.batch[1] = batch, t.row = row, t.col = col;
+      return t;
+    };
+    p.extras.key_spans = operand(pairs_[1], pairs.key_spans, c.T * 2, 2, 1);
+    p.extras.query_spans = operand(pairs_[2], pairs.query_spans, c.S * 2, 2, 1);
+    p.extras.span_exact = operand(pairs_[3], pairs.exact, 1, 0, 0);
+    if (!pairs.query_ids.empty()) {
+      p.extras.query_ids = operand(pairs_[4], pairs.query_ids, c.T, 1, 0);
+      p.extras.key_ids = operand(pairs_[5], pairs.key_ids, c.S, 1, 0);
+    }
+    if (!pairs.mask.empty()) p.extras.mask = operand(pairs_[6], pairs.mask, int64_t(c.T) * c.S, c.S, 1);
+    require(cudaDeviceSynchronize(), "upload");  // before the vectors go
+  }
+
   template <class E>
   Prepared<E> prepare(const Case& c) {
     const Placement unshared_q{c.q.heads_first, false, false, c.q.pad_inner, c.q.pad_outer},
@@ -174,6 +197,7 @@ class Runner {
       row.left = c.left, row.right = c.right, row.off = c.bottom_right ? row.k_len - row.q_len : 0;
       row.scale = c.traced ? double(c.scales[b]) : double(float(c.scale)), row.softcap = double(float(c.softcap));
     }
+    if (c.pairs != Pairs::none) tell_pairs(c, rows, r.p);
     const Row* const rows_d = rows_.upload(rows);
     auto* const live_q = static_cast<unsigned char*>(live_q_.need(size_t(B) * c.T + 1));
     auto* const live_k = static_cast<unsigned char*>(live_k_.need(size_t(B) * c.S + 1));
@@ -235,7 +259,7 @@ class Runner {
       p.dk_acc = dense(c, dk_acc_.need(keys * c.D * 4 + 4), c.K, c.S, c.D);
       p.dv_acc = dense(c, dv_acc_.need(keys * c.Dv * 4 + 4), c.K, c.S, c.Dv);
     }
-    if (c.deterministic) {
+    if (c.deterministic || c.queue) {
       p.order = dense(c, order_.need(B * c.N * turns * 4), c.N, turns, 0);
       p.order.row = 0;
     }
@@ -258,7 +282,7 @@ class Runner {
       require(cudaMemsetAsync(r.p.dk_acc.data, byte, keys * c.D * 4), "memset");
       require(cudaMemsetAsync(r.p.dv_acc.data, byte, keys * c.Dv * 4), "memset");
     }
-    if (c.deterministic) require(cudaMemsetAsync(r.p.order.data, byte, int64_t(c.B()) * c.N * turns * 4), "memset");
+    if (r.p.order.present()) require(cudaMemsetAsync(r.p.order.data, byte, int64_t(c.B()) * c.N * turns * 4), "memset");
     if (c.traced) require(cudaMemsetAsync(r.p.grads.scale.data, byte, r.rows * 4), "memset");
   }
 

@@ -40,6 +40,9 @@ enum class Data : int {
   zero,
 };
 
+// Who sees whom beside windows and lengths, see stress_pairs.h.
+enum class Pairs : int { none, packed, documents, ids, mask };
+
 // Which axes a tensor varies along, and how it lies in memory.
 struct Placement {
   bool heads_first = false;               // [B, heads, length, D], else [B, length, heads, D]
@@ -56,6 +59,9 @@ struct Case {
   bool deterministic = false, dlse = false, queue = true;
   double scale = 1, softcap = 0;
   Data data = Data::normal;
+  Pairs pairs = Pairs::none;
+  int64_t packed_left = -1, packed_right = -1;  // the window of packed sequences, in place of the call's
+  bool packed_bottom_right = false;
   Placement q, k, v, out;
   std::vector<int> query_lens, key_lens;  // of each batch row, out of range too
   std::vector<float> scales;
@@ -75,6 +81,13 @@ struct Case {
         flag(poison, "nan_where_unread");
     flag(deterministic, "deterministic"), flag(dlse, "dlse"), flag(!queue, "no_queue");
     const char* const kinds[] = {"normal", "rising", "falling", "jump", "zero"};
+    const char* const who[] = {"", " packed", " documents", " ids", " mask"};
+    r += who[int(pairs)];
+    if (pairs == Pairs::packed) {
+      std::snprintf(s, sizeof s, " of window %lld,%lld%s", static_cast<long long>(packed_left),
+                    static_cast<long long>(packed_right), packed_bottom_right ? " bottom_right" : "");
+      r += s;
+    }
     r += std::string(" data ") + kinds[int(data)];
     const Placement* const all[] = {&q, &k, &v, &out};
     for (int x = 0; x < 4; x++) {
@@ -173,6 +186,14 @@ inline Case draw(uint64_t seed, const Options& options) {
   c.out = draw_placement(r, false);
   if (c.shares()) c.poison = false;
   c.queue = r.chance(0.85);
+  if (r.chance(0.35) && double(c.B()) * c.T * c.S < 6e6) {
+    c.pairs = r.of({Pairs::packed, Pairs::packed, Pairs::documents, Pairs::ids, Pairs::mask});
+    if (c.pairs == Pairs::packed) {
+      std::swap(c.left, c.packed_left), std::swap(c.right, c.packed_right);
+      std::swap(c.bottom_right, c.packed_bottom_right);
+      c.q_lens = c.k_lens = false;
+    }
+  }
   return c;
 }
 

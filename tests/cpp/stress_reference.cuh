@@ -25,7 +25,10 @@ struct Row {
   int q_len, k_len;
   int64_t left, right, off;
   double scale, softcap;
+  const uint8_t* table = nullptr;  // [T, table_cols], in place of all that
+  int table_cols = 0;
   __host__ __device__ bool sees(int64_t i, int64_t j) const {
+    if (table) return table[i * table_cols + j];
     if (i >= q_len || j >= k_len) return false;
     if (left >= 0 && j < i + off - left) return false;
     return right < 0 || j <= i + off + right;

@@ -138,10 +138,10 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const int n_begin = k_head * p.group() + place.part * heads_of_part;
   const int n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
   const Batch b = p.batch(batch_row);
-  const Mask mask = p.mask(b);
+  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // these are kept in shared memory, see below
   const int j0 = place.tile * Config::kTile.keys;
-  const Range live_q = mask.live_queries(), live_k = mask.live_keys();
-  const Tiles tiles = mask.query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
+  const Tiles tiles =
+      (kPlain ? bounds : p.with_spans(bounds, b)).query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
 
   Element* const dk_g = p.dk.at<Element>(b, k_head);
   Element* const dv_g = p.dv.at<Element>(b, k_head);
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   };
 
   // Where this batch row begins. Kept in shared memory: registers are full, and to work it out takes 100 instructions.
-  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc };
+  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kKeySpans, kQuerySpans };
   const uint32_t bases_s = gates_s + 32;
   const auto base = [&](Base of) { return ptx::ld_shared_b64(bases_s + of * 8); };
   if (threadIdx.x == 0) {
@@ -188,15 +188,25 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
     keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
     keep_base(kDqAcc, p.dq_acc.at<float>(b));
+    const Mask mask = kPlain ? bounds : p.with_spans(bounds, b);
+    keep_base(kKeySpans, mask.key_spans), keep_base(kQuerySpans, mask.query_spans);
   }
   __syncthreads();  // the bases are there
+  const auto mask = [&] {
+    Mask m = bounds;
+    if (!kPlain && p.has_spans()) {
+      m.key_spans = reinterpret_cast<const Span*>(base(kKeySpans));
+      m.query_spans = reinterpret_cast<const Span*>(base(kQuerySpans));
+    }
+    return m;
+  };
 
   const CopyQ copy_q;
   const auto load = [&](QueryStep at, uint32_t stage) {
     const auto* const q_g = reinterpret_cast<const Element*>(base(kQ)) + at.n * p.q.head;
     const auto* const dout_g = reinterpret_cast<const Element*>(base(kDoutBase)) + at.n * p.dout.head;
-    copy_q.load(q_s + stage, q_g, p.q.row, p.D, at.tile * Config::kTile.queries, live_q);
-    copy_q.load(q_s + stage + kDout, dout_g, p.dout.row, p.Dv, at.tile * Config::kTile.queries, live_q);
+    copy_q.load(q_s + stage, q_g, p.q.row, p.D, at.tile * Config::kTile.queries, mask().live_queries());
+    copy_q.load(q_s + stage + kDout, dout_g, p.dout.row, p.Dv, at.tile * Config::kTile.queries, mask().live_queries());
     ptx::cp_async_commit_group();
   };
   // The first threads bring lse, the next ones delta, and turn them into what a step wants only when it is over: it need
@@ -205,7 +215,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto read_statistic = [&](QueryStep at) {
     const int i = at.tile * Config::kTile.queries + threadIdx.x % Config::kTile.queries;
     float x = brings_lse ? INFINITY : 0.0f;
-    if (threadIdx.x < 2 * Config::kTile.queries && live_q.has(i)) {
+    if (threadIdx.x < 2 * Config::kTile.queries && mask().live_queries().has(i)) {
       const int64_t head = brings_lse ? p.lse.head : p.delta.head, row = brings_lse ? p.lse.row : p.delta.row;
       x = reinterpret_cast<const float*>(base(brings_lse ? kLse : kDelta))[at.n * head + i * row];
     }
@@ -244,7 +254,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       const int column0 = (across * kQueryBlocks + first_block) * 16 + lane % 4 * 2;  // in the tile, of element (0, 0)
       // Queries of the tile that see the key of row i, half h; less this lane's first column.
       const auto seen = [&](int i, int h) {
-        const Range range = mask.queries(j0 + warp_k * Config::kTile.warp_keys() + i * 16 + h * 8 + lane / 4);
+        const Range range = mask().queries(j0 + warp_k * Config::kTile.warp_keys() + i * 16 + h * 8 + lane / 4);
         return Range{range.begin - i0 - column0, range.end - i0 - column0};
       };
       // Column block j of S becomes P; the general body leaves the score, which its slope needs.
@@ -299,9 +309,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, natural
           const int row0 = i0 + column0 + 8 * j;
           float slope[2] = {};
-          const bool adds = p.has_addend();
+          const bool adds = p.has_addend(bounds);
           Addend<float> addend;  // anew: registers are full
-          if (adds) addend = p.addend<float>(b, at.n, mask.off);
+          if (adds) addend = p.addend<float>(b, at.n, bounds);
 #pragma unroll
           for (int i = 0; i < kKeyBlocks; i++) {
             const int key0 = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
@@ -402,8 +412,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     int* turn = nullptr;
     int mine = 0;
     if (order.ordered) {
-      const Tiles writers = mask.key_tiles(i0, min_(i0 + Config::kTile.queries, p.T), Config::kTile.keys);
-      mine = order.descending ? writers.end - 1 - place.tile : place.tile - writers.begin;
+      mine = mask().key_tiles_before(place.tile, at.tile, Config::kTile.queries, Config::kTile.keys, order.descending);
       turn = p.order.at<int>(b, at.n) + at.tile;
       if (threadIdx.x == 0) {
         while (*reinterpret_cast<volatile int*>(turn) != mine) {
@@ -429,8 +438,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   };
 
   const CopyK copy_k;
-  copy_k.load(k_s, p.k.at<const Element>(b, k_head), p.k.row, p.D, j0, live_k);
-  copy_k.load(v_s, p.v.at<const Element>(b, k_head), p.v.row, p.Dv, j0, live_k);
+  copy_k.load(k_s, p.k.at<const Element>(b, k_head), p.k.row, p.D, j0, mask().live_keys());
+  copy_k.load(v_s, p.v.at<const Element>(b, k_head), p.v.row, p.Dv, j0, mask().live_keys());
   QueryStep at{n_begin, tiles.begin};
   load(at, 0);
   publish_statistic(read_statistic(at));
@@ -465,6 +474,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 #pragma unroll
   for (int i = 0; i < kKeyBlocks; i++) {
     const int row = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
+    const Live live_k = mask().live_keys();
     const bool upper = live_k.has(row), lower = live_k.has(row + 8);  // else not even 0 times a NaN
 #pragma unroll
     for (int j = 0; j < 2 * kColBlocks; j++) {
@@ -525,7 +535,8 @@ struct BackwardPlan {
       parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
     }
     order = {uint32_t(tiles), uint32_t(parts), uint32_t(heads), p.spec.deterministic,
-             p.spec.window_right >= 0};  // under a causal mask the last keys are first at any query
+             p.spec.window_right >= 0 || p.has_spans()};  // under a causal mask, which spans may be,
+                                                          // the last keys are first at any query
     blocks = tiles * heads * parts;
   }
 };
@@ -563,8 +574,8 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
 
 template <class Config, class Element>
 Status backward_with(const Problem& p, const Device& device, cudaStream_t stream) {
-  return p.plain() ? backward_with<Config, Element, true>(p, device, stream)
-                   : backward_with<Config, Element, false>(p, device, stream);
+  return p.body() == Body::kPlain ? backward_with<Config, Element, true>(p, device, stream)
+                                  : backward_with<Config, Element, false>(p, device, stream);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, of V alike.

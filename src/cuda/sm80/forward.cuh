@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const ForwardOrder::Place place = order.place(blockIdx.x);
   const int n = place.head % p.N;
   const Batch b = p.batch(place.head / p.N);
-  const Mask mask = p.mask(b);
+  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // where spans lie is worked out anew: registers are full
+  const auto mask = [&] { return !kPlain && p.has_spans() ? p.with_spans(bounds, p.batch(place.head / p.N)) : bounds; };
   const int row0 = place.tile * kRows;
-  const Range live_q = mask.live_queries(), live_k = mask.live_keys();
-  const Tiles tiles = mask.key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
+  const Tiles tiles = mask().key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Row block i of this warp; the blocks of a warp are spread, so that a diagonal that leaves one half of the tile
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
-  const auto sink = [&](int row) { return kPlain || row >= mask.q_len ? -INFINITY : p.sink<float>(b, n); };
+  const auto sink = [&](int row) { return kPlain || row >= bounds.q_len ? -INFINITY : p.sink<float>(b, n); };
 
   if (tiles.begin >= tiles.end) {
     constexpr int kChunks = kHeadDim / 8;
@@ -85,15 +85,15 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const Element* const v_g = p.v.at<const Element>(b, n / p.group());
   const CopyK copy_kv;
   const auto load_k = [&](int kv_tile) {
-    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, p.D, kv_tile * kKeys, live_k);
+    copy_kv.load(k_s + stage(kv_tile), k_g, p.k.row, p.D, kv_tile * kKeys, mask().live_keys());
     ptx::cp_async_commit_group();
   };
   const auto load_v = [&](int kv_tile) {
-    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, p.Dv, kv_tile * kKeys, live_k);
+    copy_kv.load(v_s + stage(kv_tile), v_g, p.v.row, p.Dv, kv_tile * kKeys, mask().live_keys());
     ptx::cp_async_commit_group();
   };
 
-  CopyQ().load(q_s, p.q.at<const Element>(b, n), p.q.row, p.D, row0, live_q);
+  CopyQ().load(q_s, p.q.at<const Element>(b, n), p.q.row, p.D, row0, mask().live_queries());
   load_k(tiles.end - 1);
   if (kStages > 1) load_v(tiles.end - 1);
 
@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           }
         }
       }
-      if (p.has_addend()) {
+      if (p.has_addend(bounds)) {
         // Anew: registers are full.
-        const auto addend = p.addend<float>(p.batch(place.head / p.N), n, mask.off);
+        const auto addend = p.addend<float>(p.batch(place.head / p.N), n, bounds);
 #pragma unroll
         for (int i = kFirst; i < kRowBlocks; i++) {
 #pragma unroll
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
             for (int e = 0; e < 4; e++) {
               const int row = opaque(row0 + block_row(i) + lane / 4 + e / 2 * 8);
               const int column = opaque(column0 + 8 * j + e % 2);
-              const float added = mask.visible(row, column) ? addend.at(row, column) : -INFINITY;
+              const float added = bounds.visible(row, column) ? addend.at(row, column) : -INFINITY;
               s[i][j][e] = added == -INFINITY ? added : s[i][j][e] + added;  // a NaN of a key that the row does not see
             }
           }
@@ -184,11 +184,12 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       }
     }
     if constexpr (kMasked) {
+      const Mask seen = mask();
 #pragma unroll
       for (int i = kFirst; i < kRowBlocks; i++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const Range keys = mask.keys(row0 + block_row(i) + lane / 4 + h * 8);
+          const Range keys = seen.keys(row0 + block_row(i) + lane / 4 + h * 8);
           const int begin = keys.begin - column0, end = keys.end - column0;
           if (__any_sync(~0u, end < kKeys)) {
 #pragma unroll
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
   // Where the key tiles end that the first half of the rows sees: a causal diagonal leaves it without the last ones.
   const int first_half_end =
-      kRowBlocks == 2 ? max_(tiles.begin, mask.key_tiles(row0, min_(row0 + kRows / 2, p.T), kKeys).end) : tiles.end;
+      kRowBlocks == 2 ? max_(tiles.begin, mask().key_tiles(row0, min_(row0 + kRows / 2, p.T), kKeys).end) : tiles.end;
   int kv_tile = tiles.end;
   if constexpr (kRowBlocks == 2) {
     while (kv_tile > max_(first_half_end, tiles.full_end)) step.template operator()<true, 1>(--kv_tile);
@@ -267,7 +268,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     for (int h = 0; h < 2; h++) {
       const int row = row0 + block_row(i) + lane / 4 + h * 8;
       typename Softmax<kRowBlocks>::Row end = softmax.template finish<!kPlain>(i, h);
-      if (!live_q.has(row)) end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
+      if (!mask().live_queries().has(row))
+        end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
       if constexpr (!kPlain) end = with_sink(end, sink(row));
       inverse[h] = end.inverse;
       if (lane % 4 == 0 && row < p.T) lse_g[row * p.lse.row] = end.lse;
@@ -296,8 +298,9 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
   const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
   const int64_t section = std::clamp<int64_t>(key_heads, 1, int64_t(p.B) * p.K) * p.group();
   const ForwardOrder order{uint32_t(tiles), uint32_t(heads), uint32_t(section)};
-  return launch_kernel(p.plain() ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
-                       tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
+  return launch_kernel(
+      p.body() == Body::kPlain ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
+      tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.

@@ -1,7 +1,7 @@
 // The backward pass on wgmma and TMA (compute capability 9.0), FlashAttention-3's way: a block owns a tile of keys of
 // one head and walks the query tiles that its mask leaves. Of its warps four feed (sm90/backward_feed.cuh), and two
-// warpgroups compute (sm90/backward_consumer.cuh). Asks Mask, Score, Keep and DScore, and never knows
-// which feature it serves.
+// warpgroups compute (sm90/backward_consumer.cuh). Asks Mask, Score and Addend, and never knows which
+// feature it serves.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -22,11 +22,12 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), 1)
     backward_kernel(const __grid_constant__ Problem p, const __grid_constant__ BackwardTensors tensors,
                     const __grid_constant__ BackwardSchedule schedule) {
   constexpr BackwardTile kTile = Config::kTile;
+  constexpr bool kSpans = kBody != Body::kPlain;
   using Shared = BackwardShared<Config>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
       ptx::mbarrier_init(shared + Shared::kDqRing + g * Ring<1>::kBytes + 8, 1);
     }
     Ring<1>{shared + Shared::kChoreRing}.init(1);
-    Ring<Shared::kPlans>{shared + Shared::kPlanRing}.init(Plans<Config>::readers(schedule.drains()));
+    Ring<Shared::kPlans>{shared + Shared::kPlanRing}.init(Plans<Config, kSpans>::readers(schedule.drains()));
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // barriers are there
@@ -52,26 +53,26 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
   if (warp < 4) {
     ptx::setmaxnreg_dec<kTile.producer_registers()>();
     if (warp == 0) {
-      if (ptx::elect_sync()) feed_tiles<Config>(p, tensors, schedule, shared);
+      if (ptx::elect_sync()) feed_tiles<Config, kSpans>(p, tensors, schedule, shared);
     } else if (warp == 1) {
-      feed_statistics<Config>(p, schedule, shared);
+      feed_statistics<Config, kSpans>(p, schedule, shared);
     } else if (warp == 2) {
-      drain_queries<Config>(p, schedule, shared, 0, schedule.chores ? 2 : 1);
+      drain_queries<Config, kSpans>(p, schedule, shared, 0, schedule.chores ? 2 : 1);
     } else if (!schedule.chores) {
-      drain_queries<Config>(p, schedule, shared, 1, 2);
+      drain_queries<Config, kSpans>(p, schedule, shared, 1, 2);
     } else if constexpr (Shared::kHasChores) {
-      Chores<Config, Element>(p, tensors, schedule, shared).run();
+      Chores<Config, Element, kSpans>(p, tensors, schedule, shared).run();
     }
   } else {
     ptx::setmaxnreg_inc<kTile.consumer_registers()>();
-    using Kind = std::conditional_t<kTile.wide, WideTile<Config, Element, kPlain>, NarrowTile<Config, Element, kPlain>>;
+    using Kind = std::conditional_t<kTile.wide, WideTile<Config, Element, kBody>, NarrowTile<Config, Element, kBody>>;
     Kind kind(p, tensors, schedule, shared, warp / 4 - 1);
-    compute<Config, Element, kPlain>(kind);
+    compute<Config, Element, kBody>(kind);
   }
 }
 
 // Enqueues one body; the other need not exist.
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaStream_t stream) {
   using Shared = BackwardShared<Config>;
   BackwardTensors tensors;
@@ -92,7 +93,7 @@ Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaS
         encode_tensor_map(encoder, p, p.dv, of_keys(p.Dv, kValuePanel, 64), &tensors.dv)}) {
     if (!status.ok()) return status;
   }
-  const auto kernel = backward_kernel<Config, Element, kPlain>;
+  const auto kernel = backward_kernel<Config, Element, kBody>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
   if (error == cudaSuccess) {
     cudaLaunchAttribute together{};  // blocks that wait for each other
@@ -124,8 +125,10 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
   }
   if (p.S > 0) {
-    const Status s = p.plain() ? launch_backward<Config, Element, true>(p, schedule, stream)
-                               : launch_backward<Config, Element, false>(p, schedule, stream);
+    const Body body = p.body();
+    const Status s = body == Body::kPlain   ? launch_backward<Config, Element, Body::kPlain>(p, schedule, stream)
+                     : body == Body::kSpans ? launch_backward<Config, Element, Body::kSpans>(p, schedule, stream)
+                                            : launch_backward<Config, Element, Body::kGeneral>(p, schedule, stream);
     if (!s.ok()) return s;
   }
   if (split) {

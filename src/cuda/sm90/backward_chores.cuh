@@ -19,7 +19,7 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element>
+template <class Config, class Element, bool kSpans>
 struct Chores {
   using Shared = BackwardShared<Config>;
   using DoutTile = typename Shared::DoutTile;
@@ -94,7 +94,7 @@ struct Chores {
     for (int x = lane * 4; x < rows * p.D; x += 128) *reinterpret_cast<float4*>(acc + x) = float4{};
     ring.wait_full();
     ring.next();
-    const Range live = p.mask(b).live_queries();
+    const Live live = p.mask<kSpans>(b).live_queries();
 #pragma unroll 1
     for (int row = lane; row < rows; row += 32) {
       float sum = 0;
@@ -123,7 +123,7 @@ struct Chores {
       ptx::cp_async_bulk_load(buffer, p.dq_acc.at<const float>(b, n) + int64_t(row0) * p.D, rows * p.D * 4,
                               ring.full());
     }
-    const Range live = p.mask(b).live_queries();
+    const Live live = p.mask<kSpans>(b).live_queries();
     const float scale = p.score<float>(b, n).scale;
     Element* const dq = p.dq.at<Element>(b, n) + int64_t(row0) * p.dq.row;
     const auto write = [&](int row, int col, uint4 x) {

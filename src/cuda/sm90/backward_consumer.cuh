@@ -1,6 +1,6 @@
 // What a computing warpgroup of the backward does whatever its tile's kind: it walks the block's key tiles and the query
 // tiles that each meets, turns scores into P and dS, and writes dK and dV. The products are those of the kind
-// (sm90/backward_narrow.cuh, backward_wide.cuh). Asks Mask, Score, Keep and DScore; knows no feature.
+// (sm90/backward_narrow.cuh, backward_wide.cuh). Asks Mask, Score and Addend; knows no feature.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -41,6 +41,20 @@ struct Scores {
       }
     }
   }
+  // Leaves the pairs that the operands of query head n leave.
+  template <class Plans>
+  __device__ __forceinline__ void remove_pairs(const Mask& mask, const Plans& plans, const Problem& p, int n) {
+    if (mask.exact) return;
+    const auto pairs = p.addend<float>(plans.batch(), n, mask);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll 2
+      for (uint32_t rest = seen[h]; rest != 0; rest &= rest - 1) {
+        const int x = __ffs(rest) - 1;
+        if (!pairs.keeps(query + x / 2 * 8 + x % 2, key + 8 * h)) seen[h] &= ~(1u << x);
+      }
+    }
+  }
 
   // P from products; in the general body scores, for dS asks for them.
   __device__ __forceinline__ void probabilities(float (&s)[kCols8][4], float scale_log2) const {
@@ -60,8 +74,7 @@ struct Scores {
   }
 
   // dS in the place of dP, and P where there were scores.
-  __device__ __forceinline__ void gradients(float (&s)[kCols8][4], float (&dp)[kCols8][4], const Keep& keep,
-                                            const DScore& dscore) const {
+  __device__ __forceinline__ void gradients(float (&s)[kCols8][4], float (&dp)[kCols8][4]) const {
 #pragma unroll
     for (int j = 0; j < kCols8; j++) {
       const float2 delta = ptx::ld_shared_v2_f32(statistics + kToDelta + j * 32), lse = kPlain ? float2{} : lses(j);
@@ -72,13 +85,10 @@ struct Scores {
           dp[j][e] = s[j][e] * (dp[j][e] - delta_e);
           if (!is_seen(j, e)) dp[j][e] = 0;
         } else {
-          const int i = query_of(j, e), k = key_of(e);
-          const float x = s[j][e], kept = keep.factor(i, k);
-          const float probability = ptx::ex2(fmaf(x, kLog2e, e % 2 ? lse.y : lse.x));
-          const float ds = probability * (dp[j][e] * kept - delta_e);
-          s[j][e] = is_seen(j, e) ? probability * kept : 0.0f;
+          const float x = s[j][e], probability = ptx::ex2(fmaf(x, kLog2e, e % 2 ? lse.y : lse.x));
+          const float ds = probability * (dp[j][e] - delta_e);
+          s[j][e] = is_seen(j, e) ? probability : 0.0f;
           dp[j][e] = is_seen(j, e) ? ds * score.slope(x) : 0.0f;
-          if (is_seen(j, e)) dscore(i, k, ds);
         }
       }
     }
@@ -159,7 +169,7 @@ struct BackwardConsumer {
       return;
     }
     const int lane_key = key0 + int(warp) * 16 + int(lane) / 4;
-    const Range live_keys = at.mask.live_keys();
+    const Live live_keys = at.mask.live_keys();
     const bool live[2] = {live_keys.has(lane_key), live_keys.has(lane_key + 8)};  // else not even 0 times a NaN
     const auto stage = [&]<class Tile, int kCols8>(Tile, const float (&x)[kCols8][4], uint32_t tile, float scale) {
       const uint32_t lane_s = tile + Tile::offset(warp * 16 + lane % 16, lane / 16);
@@ -197,16 +207,16 @@ struct BackwardConsumer {
 
 // By whole warpgroups: all key tiles of the block. Kind has step<kMasked>(plans, query head, query tile), end_of_head(),
 // and finish(key tile), which writes dK and dV and gives K and V back.
-template <class Config, class Element, bool kPlain, class Kind>
+template <class Config, class Element, Body kBody, class Kind>
 __device__ __forceinline__ void compute(Kind& kind) {
   constexpr BackwardTile kTile = Config::kTile;
   using Shared = BackwardShared<Config>;
   using KTile = typename Shared::KTile;
   const Problem& p = kind.p;
-  Plans<Config> plans(kind.shared);
+  Plans<Config, kBody != Body::kPlain> plans(kind.shared);
 #pragma unroll 1
   for (; plans.next(); plans.done()) {
-    const KeyTile at = plans.current();
+    const KeyTile at = plans.current(p);
     const int key0 = at.tile * kTile.keys();
     if (at.tiles.begin >= at.tiles.end) {
       const int own = key0 + (kTile.wide ? 0 : kind.group * 64);
@@ -223,7 +233,7 @@ __device__ __forceinline__ void compute(Kind& kind) {
 #pragma unroll 1
     for (int n = at.n_begin; n < plans.n_end(); n++) {
       int m = plans.tiles().begin;
-      if constexpr (kPlain) {
+      if constexpr (kBody != Body::kGeneral) {
 #pragma unroll 1
         for (const int end = plans.tiles().full_begin; m < end; m++) kind.template step<true>(plans, n, m);
 #pragma unroll 1
@@ -233,7 +243,7 @@ __device__ __forceinline__ void compute(Kind& kind) {
       for (const int end = plans.tiles().end; m < end; m++) kind.template step<true>(plans, n, m);
       kind.end_of_head();
     }
-    kind.finish(plans.current());  // not kept through the loops
+    kind.finish(plans.current(p));  // not kept through the loops
   }
   if (kind.thread == 0) ptx::cp_async_bulk_wait_group<0>();  // shared memory is read until then
 }

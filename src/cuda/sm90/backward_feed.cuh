@@ -17,12 +17,13 @@ namespace jax_flash2::cuda::sm90 {
 
 // Calls enter(key tile) for each of a block's tiles that has something to do, and visit(plans, query head, query tile)
 // for each pair of a tile's that is not wholly masked; leave(plans) after each tile. By a whole warp.
-template <class Config, class Enter, class Visit, class Leave>
-__device__ __forceinline__ void walk(uint32_t shared, const Enter& enter, const Visit& visit, const Leave& leave) {
-  Plans<Config> plans(shared);
+template <class Config, bool kSpans, class Enter, class Visit, class Leave>
+__device__ __forceinline__ void walk(const Problem& p, uint32_t shared, const Enter& enter, const Visit& visit,
+                                     const Leave& leave) {
+  Plans<Config, kSpans> plans(shared);
 #pragma unroll 1
   for (; plans.next(); plans.done()) {
-    const KeyTile at = plans.current();
+    const KeyTile at = plans.current(p);
     if (at.tiles.begin < at.tiles.end) {
       enter(at);
 #pragma unroll 1
@@ -43,7 +44,7 @@ __device__ __forceinline__ uint32_t draw_ticket(const Problem& p) {
 }
 
 // One thread: finds the block's key tiles, and loads K and V once a key tile, Q and dO once a step.
-template <class Config>
+template <class Config, bool kSpans>
 __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTensors& tensors,
                                            const BackwardSchedule& schedule, uint32_t shared) {
   using Shared = BackwardShared<Config>;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
                                         head, batch, barrier, hint);
     }
   };
-  Plans<Config> plans(shared);
+  Plans<Config, kSpans> plans(shared);
   const uint32_t block = schedule.ordered ? draw_ticket(p) : blockIdx.x;
   const int steps = schedule.steps(block);
   KeyTile at{};
@@ -73,7 +74,7 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
   for (int step = 0; step < steps; step++) {
     const BackwardSchedule::Place place = schedule.place(block, step);
     if (place.tile < 0) continue;
-    at.template find<Config::kTile.keys(), Config::kTile.queries>(p, schedule, place);
+    at.template find<Config::kTile.keys(), Config::kTile.queries, kSpans>(p, schedule, place);
     plans.publish(at);
     if (at.tiles.begin >= at.tiles.end) continue;
     const int k_row = at.tile * Config::kTile.keys();
@@ -107,22 +108,22 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
 
 // One warp: of each query -lse in powers of two, and delta. P of a dead row is 0, whatever its lse holds. The values
 // are read before their buffer is free, so that nobody waits for memory.
-template <class Config>
+template <class Config, bool kSpans>
 __device__ __forceinline__ void feed_statistics(const Problem& p, const BackwardSchedule& schedule, uint32_t shared) {
   using Shared = BackwardShared<Config>;
   constexpr int kQueries = Config::kTile.queries, kPasses = kQueries / 32;
   const int lane = threadIdx.x % 32;
   Ring<Shared::kStages> q_ring{shared + Shared::kQRing};
   const float *lse_g = nullptr, *delta_g = nullptr;
-  Range live{};
-  walk<Config>(
-      shared,
+  Live live{};
+  walk<Config, kSpans>(
+      p, shared,
       [&](const KeyTile& at) {
         if (schedule.chores) HeadCounters(p, at.batch_row, at.k_head).wait_prepared(schedule.lists.units_of_head());
         lse_g = p.lse.at<const float>(at.b), delta_g = p.delta.at<const float>(at.b);
         live = at.mask.live_queries();
       },
-      [&](const Plans<Config>&, int n, int m) {
+      [&](const Plans<Config, kSpans>&, int n, int m) {
         float lse[kPasses], delta[kPasses];
 #pragma unroll
         for (int pass = 0; pass < kPasses; pass++) {
@@ -143,12 +144,12 @@ __device__ __forceinline__ void feed_statistics(const Problem& p, const Backward
         if (lane == 0) ptx::mbarrier_arrive(q_ring.full());
         q_ring.next();
       },
-      [](const Plans<Config>&) {});
+      [](const Plans<Config, kSpans>&) {});
 }
 
 // One warp: adds to memory what the warpgroups from `first_group` to `end_group` have worked out of dQ. Rows past T have
 // no place in dq_acc; whole blocks of 16 rows are contiguous in it, and what a warpgroup has of their columns is too.
-template <class Config>
+template <class Config, bool kSpans>
 __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSchedule& schedule, uint32_t shared,
                                               int first_group, int end_group) {
   using Shared = BackwardShared<Config>;
@@ -183,24 +184,22 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
       ptx::cp_reduce_async_bulk_add_f32(to + row * p.D + col, from + row * row_cols * 4, cols * 4);
     }
   };
-  walk<Config>(
-      shared,
+  walk<Config, kSpans>(
+      p, shared,
       [&](const KeyTile& at) {
         if (schedule.chores) HeadCounters(p, at.batch_row, at.k_head).wait_prepared(schedule.lists.units_of_head());
         dq_g = p.dq_acc.at<float>(at.b);
         if (schedule.ordered) order_g = p.order.at<int>(at.b);
       },
-      [&](const Plans<Config>& plans, int n, int m) {
+      [&](const Plans<Config, kSpans>& plans, int n, int m) {
         if (!leads) return;
         int* const turn = order_g + n * p.order.head + m;
 #pragma unroll 1
         for (int round = 0; round < kTile.dq_rounds; round++) {
           ring_of(first_group).wait_full();
           if (schedule.ordered && round == 0) {  // until every block whose turn is earlier has added its parts
-            const KeyTile at = plans.current();
-            const Tiles writers =
-                at.mask.key_tiles(m * kTile.queries, min_((m + 1) * kTile.queries, p.T), kTile.keys());
-            const int before = schedule.descending ? writers.end - 1 - at.tile : at.tile - writers.begin;
+            const int before =
+                plans.mask(p).key_tiles_before(plans.tile(), m, kTile.queries, kTile.keys(), schedule.descending);
             while (*reinterpret_cast<volatile int*>(turn) < before * kTile.kConsumers) {
             }
             __threadfence();
@@ -227,9 +226,9 @@ __device__ __forceinline__ void drain_queries(const Problem& p, const BackwardSc
           atomicAdd(turn, 1);
         }
       },
-      [&](const Plans<Config>& plans) {
+      [&](const Plans<Config, kSpans>& plans) {
         if (!schedule.chores || !leads) return;
-        const KeyTile at = plans.current();
+        const KeyTile at = plans.current(p);
         if (!at.ends_unit) return;
         ptx::cp_async_bulk_wait_group<0>();
         HeadCounters(p, at.batch_row, at.k_head).tell_added();

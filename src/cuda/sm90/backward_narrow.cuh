@@ -23,8 +23,9 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 struct NarrowTile : BackwardConsumer<Config> {
+  static constexpr bool kPlain = kBody != Body::kGeneral, kSpans = kBody != Body::kPlain;
   using Base = BackwardConsumer<Config>;
   using Base::dk, Base::dv, Base::group, Base::dq_ring, Base::k_ring, Base::lane, Base::p, Base::q_ring, Base::thread;
   using Base::kTile, Base::kGroupBarrier, Base::one_a_warp, Base::sync_all, Base::score, Base::scale_log2;
@@ -52,7 +53,7 @@ struct NarrowTile : BackwardConsumer<Config> {
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void step(const Plans<Config>& plans, int n, int m) {
+  __device__ __forceinline__ void step(const Plans<Config, kSpans>& plans, int n, int m) {
     using ptx::Major;
     // What follows from these is worked out in each step: kept, it would take more registers than there are.
     const uint32_t shared = forget(this->shared), thread = forget(this->thread), lane = thread % 32, warp = thread / 32;
@@ -66,8 +67,8 @@ struct NarrowTile : BackwardConsumer<Config> {
     const int lane_key = group * 64 + warp * 16 + lane / 4;  // of the tile; this lane's other key is 8 further on
 
     const int i0 = m * kQueries;
-    const KeyTile at = !kPlain ? plans.current() : kMasked ? plans.masked() : KeyTile{};  // what is asked for
-    const Range live_q = at.mask.live_queries();
+    const Mask mask = kMasked ? plans.mask(p) : Mask{};
+    const Live live_q = mask.live_queries();
     const uint32_t q_stage = q_ring.stage * QTile::kBytes, dout_stage = q_ring.stage * DoutTile::kBytes;
     const uint32_t ds_stage = q_ring.stage * DsTile::kBytes;
     float s[kCols8][4], dp[kCols8][4];
@@ -96,9 +97,11 @@ struct NarrowTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    const Scores<kPlain, kMasked, kCols8, kQueries * 4> scores(
-        score, at.mask, at.tile * kKeys + lane_key, i0 + int(lane) % 4 * 2,
+    const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
+    Scores<kPlain, kMasked, kCols8, kQueries * 4> scores(
+        score, mask, key0 + lane_key, i0 + int(lane) % 4 * 2,
         shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8);
+    if constexpr (kMasked && !kPlain) scores.remove_pairs(mask, plans, p, n);
     scores.probabilities(s, scale_log2);
     uint32_t p_r[kCols8 / 2][4], ds_r[kCols8 / 2][4];
     constexpr bool kEarly =
@@ -106,7 +109,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     if constexpr (kEarly) convert(p_r, s);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);
-    scores.gradients(s, dp, p.keep(at.b, n), p.dscore(at.b, n));
+    scores.gradients(s, dp);
     if constexpr (!kEarly) convert(p_r, s);
     convert(ds_r, dp);
 

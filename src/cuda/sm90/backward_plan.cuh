@@ -109,7 +109,7 @@ struct KeyTile {
   Tiles tiles;
   int ends_unit;
 
-  template <int kKeys, int kQueries>
+  template <int kKeys, int kQueries, bool kSpans>
   __device__ __forceinline__ void find(const Problem& p, const BackwardSchedule& schedule,
                                        const BackwardSchedule::Place& place) {
     ends_unit = place.ends_unit, tile = place.tile, k_head = place.head % p.K, batch_row = place.head / p.K;
@@ -117,10 +117,10 @@ struct KeyTile {
     n_begin = k_head * p.group() + place.part * heads_of_part;
     n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
     b = p.batch(batch_row);
-    mask = p.mask(b);
+    mask = p.mask<kSpans>(b);
     tiles = mask.query_tiles(tile * kKeys, tile * kKeys + kKeys, kQueries);
     // A tile with dead queries is done as a masked one, which clears them.
-    const Range live = mask.live_queries();
+    const Range live = mask.live_queries();  // with spans, of which dead ones break full tiles, all
     tiles.full_begin = clamp_((live.begin + kQueries - 1) / kQueries, tiles.full_begin, tiles.full_end);
     if (live.end != p.T) tiles.full_end = clamp_(live.end / kQueries, tiles.full_begin, tiles.full_end);
   }
@@ -160,7 +160,7 @@ struct HeadCounters {
 };
 
 // A block's key tiles, one after another. The one thread that loads finds each, and publishes it for the other warps.
-template <class Config>
+template <class Config, bool kSpans>
 struct Plans {
   using Shared = BackwardShared<Config>;
   // Warps that read plans: one that brings statistics, `drains`, and those that compute.
@@ -181,7 +181,7 @@ struct Plans {
     put(1, at.mask.right, at.mask.off, at.batch_row, at.k_head);
     put(2, at.tiles.begin, at.tiles.full_begin, at.tiles.full_end, at.tiles.end);
     put(3, at.n_begin, at.n_end, at.b.at[0], at.b.at[1]);
-    put(4, at.b.at[2], at.b.at[3], at.ends_unit, 0);
+    put(4, at.b.at[2], at.b.at[3], at.ends_unit, at.mask.exact);
     ptx::mbarrier_arrive(ring.full());
     ring.next();
   }
@@ -190,26 +190,21 @@ struct Plans {
     ring.wait_full();
     return int(ptx::ld_shared_b32(slot())) >= 0;
   }
-  __device__ __forceinline__ KeyTile current() const {
-    const uint4 a = get(0), c = get(1), d = get(3), e = get(4);
-    return {int(a.x),
-            int(c.z),
-            int(c.w),
-            int(d.x),
-            int(d.y),
-            {{int(d.z), int(d.w), int(e.x), int(e.y)}},
-            {int(a.y), int(a.z), int(a.w), int(c.x), int(c.y)},
-            tiles(),
-            int(e.z)};
+  __device__ __forceinline__ KeyTile current(const Problem& p) const {
+    const uint4 c = get(1), d = get(3), e = get(4);
+    return {tile(), int(c.z), int(c.w), int(d.x), int(d.y), batch(), mask(p), tiles(), int(e.z)};
   }
-  // Its mask and tile alone.
-  __device__ __forceinline__ KeyTile masked() const {
-    KeyTile at{};
+  // What a masked step asks for, and no more.
+  __device__ __forceinline__ int tile() const { return int(ptx::ld_shared_b32(slot())); }
+  __device__ __forceinline__ Mask mask(const Problem& p) const {
     const uint4 a = get(0);
-    at.tile = int(a.x);
-    at.mask = {int(a.y), int(a.z), int(a.w), int(ptx::ld_shared_b32(slot() + 16)),
-               int(ptx::ld_shared_b32(slot() + 20))};
-    return at;
+    Mask m{int(a.y), int(a.z), int(a.w), int(ptx::ld_shared_b32(slot() + 16)), int(ptx::ld_shared_b32(slot() + 20))};
+    m.exact = ptx::ld_shared_b32(slot() + 4 * 16 + 12) != 0;
+    return kSpans && p.has_spans() ? p.with_spans(m, batch()) : m;
+  }
+  __device__ __forceinline__ Batch batch() const {
+    const uint4 d = get(3);
+    return {int(d.z), int(d.w), int(ptx::ld_shared_b32(slot() + 64)), int(ptx::ld_shared_b32(slot() + 68))};
   }
   __device__ __forceinline__ Tiles tiles() const {
     const uint4 x = get(2);
@@ -249,12 +244,12 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
     const Tiles met = mask.query_tiles(int(tile) * kKeys, int(tile) * kKeys + kKeys, kQueries);
     return met.end - met.begin;
   };
-  const bool ragged = p.extras.query_lens.present() || p.extras.key_lens.present();
-  const bool even = !ragged && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
+  const bool even = !p.ragged() && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
   schedule->parts = uint32_t(parts);
   schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
-  schedule->descending = p.spec.window_right >= 0;  // under a causal mask the last keys are first at any query
+  // Under a causal mask, which spans may be, the last keys are first at any query.
+  schedule->descending = p.spec.window_right >= 0 || p.has_spans();
   // With many keys the chores are nothing beside the products; a head's tiles must be done in few steps; and they leave
   // out what delta.cuh knows of sinks.
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&

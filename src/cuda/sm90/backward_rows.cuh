@@ -18,11 +18,6 @@ __device__ __forceinline__ uint32_t forget(uint32_t x) {
   return x;
 }
 
-__device__ __forceinline__ Mask forget(Mask m) {
-  for (int* x : {&m.q_len, &m.k_len, &m.left, &m.right, &m.off}) *x = int(forget(uint32_t(*x)));
-  return m;
-}
-
 // 64 rows of a gradient of keys that no query sees, by a warpgroup.
 template <class Element>
 __device__ __forceinline__ void clear_rows(Element* to, int64_t stride, int row0, int rows, int cols) {
@@ -37,8 +32,14 @@ __device__ __forceinline__ void clear_rows(Element* to, int64_t stride, int row0
 // Each warpgroup clears what it is about to read. row0: of the tile; rows: of the tensor, past which there are zeros
 // already.
 template <class Tile>
-__device__ __forceinline__ void clear_dead_rows(uint32_t tile, int row0, int rows, Range live, int barrier) {
-  if (row0 >= live.begin && min_(row0 + Tile::kRows, rows) <= live.end) return;
+__device__ __forceinline__ void clear_dead_rows(uint32_t tile, int row0, int rows, Live live, int barrier) {
+  if (live.spans) {
+    bool dead = false;
+    for (int row = row0 + threadIdx.x % 32; row < min_(row0 + Tile::kRows, rows); row += 32) dead |= !live.has(row);
+    if (!__any_sync(~0u, dead)) return;
+  } else if (row0 >= live.begin && min_(row0 + Tile::kRows, rows) <= live.end) {
+    return;
+  }
   constexpr int kChunks = Tile::kCols / 8;
   for (int x = threadIdx.x % 128; x < Tile::kRows * kChunks; x += 128) {
     if (!live.has(row0 + x / kChunks)) ptx::st_shared_v4(tile + Tile::offset(x / kChunks, x % kChunks), {});

@@ -23,8 +23,9 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 struct WideTile : BackwardConsumer<Config> {
+  static constexpr bool kPlain = kBody != Body::kGeneral, kSpans = kBody != Body::kPlain;
   using Base = BackwardConsumer<Config>;
   using Base::dk, Base::dv, Base::group, Base::dq_ring, Base::k_ring, Base::lane, Base::p, Base::q_ring, Base::thread;
   using Base::kKeyCols, Base::kValueCols;
@@ -53,7 +54,7 @@ struct WideTile : BackwardConsumer<Config> {
   using Base::Base;
 
   template <bool kMasked>
-  __device__ __forceinline__ void step(const Plans<Config>& plans, int n, int m) {
+  __device__ __forceinline__ void step(const Plans<Config, kSpans>& plans, int n, int m) {
     using ptx::Major;
     // What follows from these is worked out in each step: kept, it would take more registers than there are.
     const uint32_t shared = forget(this->shared), thread = forget(this->thread), lane = thread % 32, warp = thread / 32;
@@ -75,8 +76,8 @@ struct WideTile : BackwardConsumer<Config> {
         shared + Shared::kDs + DsTile::offset(group * kOwn + (lane >> 4) * 8 + (lane & 7), warp * 2 + (lane >> 3 & 1));
 
     const int i0 = m * kQueries;
-    const KeyTile at = !kPlain ? plans.current() : kMasked ? plans.masked() : KeyTile{};  // what is asked for
-    const Range live_q = at.mask.live_queries();
+    const Mask mask = kMasked ? plans.mask(p) : Mask{};
+    const Live live_q = mask.live_queries();
     const uint32_t q_stage = q_ring.stage * QTile::kBytes, dout_stage = dout_ring.stage * DoutTile::kBytes;
     float s[kOwn8][4], dp[kOwn8][4];
 
@@ -106,13 +107,15 @@ struct WideTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    const Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores(
-        score, at.mask, at.tile * kKeys + int(warp) * 16 + int(lane) / 4, i0 + group * kOwn + int(lane) % 4 * 2,
+    const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
+    Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores(
+        score, mask, key0 + int(warp) * 16 + int(lane) / 4, i0 + group * kOwn + int(lane) % 4 * 2,
         shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8);
+    if constexpr (kMasked && !kPlain) scores.remove_pairs(mask, plans, p, n);
     scores.probabilities(s, scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);
-    scores.gradients(s, dp, p.keep(at.b, n), p.dscore(at.b, n));
+    scores.gradients(s, dp);
     sync_all();  // nobody reads the step before's P and dS
 #pragma unroll
     for (int c = 0; c < kOwn8 / 2; c++) {

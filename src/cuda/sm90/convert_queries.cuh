@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kConvertThreads)
       for (int c = 0; c < 8; c++) x[h][c] = row + 8 * h < p.T ? acc[shape.offset(row + 8 * h, col + c)] : 0.0f;
     }
   }
-  const Range live = p.mask(b).live_queries();
+  const Live live = p.mask(b).live_queries();
   const float scale = p.score<float>(b, n).scale;
   Element* const dq = p.dq.at<Element>(b, n) + col;
 #pragma unroll

@@ -18,7 +18,7 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), 1)
     forward_kernel(const __grid_constant__ Problem p, const __grid_constant__ ForwardPlan plan) {
   constexpr ForwardTile kTile = Config::kTile;
@@ -34,31 +34,31 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
   const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
   if (warp >= 4) {
     ptx::setmaxnreg_inc<kTile.consumer_registers()>();
-    consume<Config, Element, kPlain>(p, plan.pack_log2, shared, warp / 4 - 1);
+    consume<Config, Element, kBody>(p, plan.pack_log2, shared, warp / 4 - 1);
     return;
   }
   ptx::setmaxnreg_dec<kTile.producer_registers()>();
   if (warp == 0 && ptx::elect_sync()) load_keys<Config>(plan, shared);
-  if (warp == 1) plan_tiles<Config>(p, plan, shared);
+  if (warp == 1) plan_tiles<Config, kBody != Body::kPlain>(p, plan, shared);
   if (warp == 2 && ptx::elect_sync()) load_queries<Config>(plan, shared);
 }
 
 // Enqueues one body; the other need not exist.
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 Status launch_forward(const Problem& p, const ForwardPlan& plan, cudaStream_t stream) {
   if (plan.queue) {
     const cudaError_t error = cudaMemsetAsync(plan.queue, 0, sizeof(*plan.queue), stream);
     if (error != cudaSuccess) return {cudaGetErrorString(error)};
   }
-  return launch_kernel(forward_kernel<Config, Element, kPlain>, plan.schedule.workers, Config::kTile.threads(),
+  return launch_kernel(forward_kernel<Config, Element, kBody>, plan.schedule.workers, Config::kTile.threads(),
                        ForwardShared<Config>::kBytes, stream, p, plan);
 }
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 Status forward_with(const Problem& p, const Cut& cut, cudaStream_t stream) {
   ForwardPlan plan;
   if (const Status status = plan_forward<Config>(p, cut, &plan); !status.ok()) return status;
-  return launch_forward<Config, Element, kPlain>(p, plan, stream);
+  return launch_forward<Config, Element, kBody>(p, plan, stream);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, their values up to kValueDim.
@@ -69,13 +69,14 @@ Status forward(const Problem& p, cudaStream_t stream) {
   if (p.B == 0 || p.T == 0 || p.N == 0) return {};
   Cut cut;
   if (const Status status = cut_into_tiles<Config>(p, &cut); !status.ok()) return status;
-  if (!p.plain()) return forward_with<Config, Element, false>(p, cut, stream);
+  if (p.body() == Body::kGeneral) return forward_with<Config, Element, Body::kGeneral>(p, cut, stream);
+  if (p.body() == Body::kSpans) return forward_with<Config, Element, Body::kSpans>(p, cut, stream);
   if constexpr (Fewer::kTile.rows() < Config::kTile.rows()) {
     Cut fewer;
     if (const Status status = cut_into_tiles<Fewer>(p, &fewer); !status.ok()) return status;
-    if (fewer.time < cut.time) return forward_with<Fewer, Element, true>(p, fewer, stream);
+    if (fewer.time < cut.time) return forward_with<Fewer, Element, Body::kPlain>(p, fewer, stream);
   }
-  return forward_with<Config, Element, true>(p, cut, stream);
+  return forward_with<Config, Element, Body::kPlain>(p, cut, stream);
 }
 
 }  // namespace jax_flash2::cuda::sm90

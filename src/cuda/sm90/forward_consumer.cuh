@@ -1,6 +1,6 @@
 // A warpgroup of the forward that computes 64 rows, FlashAttention-3's way: a step issues the scores of one key tile, then
 // the output's share of the tile before, whose powers are at hand, and works out the softmax of the first while the second
-// runs. Asks Mask and Score, and never knows which feature it serves.
+// runs. Asks Mask, Score and Addend, and never knows which feature it serves.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -18,8 +18,9 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element, Body kBody>
 __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_t shared, int consumer) {
+  constexpr bool kPlain = kBody != Body::kGeneral, kSpans = kBody != Body::kPlain;
   constexpr ForwardTile kTile = Config::kTile;
   constexpr int kKeys = kTile.keys, kHeadDim = kTile.head_dim, kValueDim = kTile.value_dim;
   constexpr int kCols8 = kKeys / 8, kOut8 = kValueDim / 8;
@@ -80,7 +81,10 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       continue;
     }
     const Mask mask = Mask::make(p.spec, int(start.z), int(start.w));
-    const Range live_k = mask.live_keys();
+    // Spans are looked up where they are needed: there are no registers to keep them.
+    const auto bounds = [&] { return kSpans && p.has_spans() ? p.with_spans(mask, read_batch(work)) : mask; };
+    const Live live_of_mask = mask.live_keys();
+    const auto live_keys = [&] { return kSpans && p.has_spans() ? bounds().live_keys() : live_of_mask; };
     const int row = int(start.y) + lane_row;
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
@@ -106,16 +110,15 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     skip(skipped, skipped);
 
     Score<float> score{};
-    Keep keep{};
     if constexpr (kPlain) {
       score.scale = float(p.spec.scale);
     } else {
       const Batch batch = read_batch(work);
       const int head = int(ptx::ld_shared_b32(work + offsetof(Work, q_head)));
-      score = p.score<float>(batch, head), keep = p.keep(batch, head);
+      score = p.score<float>(batch, head);
     }
     const auto is_live = [&](int h) {
-      const Range keys = mask.keys(query(h));
+      const Range keys = bounds().keys(query(h));
       return keys.begin < keys.end;
     };
     softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
@@ -145,6 +148,19 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       for (int x = 0; x < kOut8 * 4; x++) out[x / 4][x % 4] *= factor[x / 2 % 2];
       ptx::pin(out);
     };
+    // Of the keys column + 0 1 8 9 16 .. that `kept` names those that operands leave the query.
+    const auto pairs_left = [&](uint32_t kept, int query, int column) {
+      Mask inexact = mask;
+      inexact.exact = false;
+      const auto pairs =
+          p.addend<float>(read_batch(work), int(ptx::ld_shared_b32(work + offsetof(Work, q_head))), inexact);
+#pragma unroll 2
+      for (uint32_t rest = kept; rest != 0; rest &= rest - 1) {
+        const int x = __ffs(rest) - 1;
+        if (!pairs.keeps(query, column + x / 2 * 8 + x % 2)) kept &= ~(1u << x);
+      }
+      return kept;
+    };
     // The scores of a tile, as the tensor core left them, to their powers.
     const auto weigh = [&]<bool kMasked, bool kFirst = false>(int kv_tile) {
       const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
@@ -155,12 +171,15 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         }
       }
       if constexpr (kMasked) {
+        const Mask seen = bounds();
+        const bool exact = kPlain || ptx::ld_shared_b32(work + offsetof(Work, exact)) != 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const Range keys = mask.keys(query(h));
+          const Range keys = seen.keys(query(h));
 #pragma unroll
           for (int word = 0; word < kCols8 * 2; word += 32) {
-            const uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);
+            uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);
+            if (!exact) kept = pairs_left(kept, query(h), column0 + word * 4);
 #pragma unroll
             for (int x = word; x < kCols8 * 2 && x < word + 32; x++) {
               float& y = s[x / 2][2 * h + x % 2];
@@ -174,12 +193,6 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       } else {
         softmax.fast(s, rescale);
       }
-      if constexpr (!kPlain) {
-#pragma unroll
-        for (int x = 0; x < kCols8 * 4; x++) {
-          s[x / 4][x % 4] *= keep.factor(query(x / 2 % 2), column0 + x / 4 * 8 + x % 2);
-        }
-      }
     };
     const auto convert = [&] {
 #pragma unroll
@@ -190,10 +203,18 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     // V of a tile that holds dead keys: a zero times a NaN is no zero. Each warpgroup clears what it is about to read.
     bool unclean = false;
     const auto note_unclean = [&](int kv_tile) {
+      const Live live_k = live_keys();
+      if (live_k.spans) {
+        bool dead = false;
+        for (int j = kv_tile * kKeys + lane; j < min_(kv_tile * kKeys + kKeys, p.S); j += 32) dead |= !live_k.has(j);
+        unclean = __any_sync(~0u, dead);
+        return;
+      }
       unclean = kv_tile * kKeys < live_k.begin || kv_tile * kKeys + kKeys > min_(live_k.end, p.S);
       unclean &= kv_tile * kKeys < live_k.begin || live_k.end < p.S;  // past the tensor there are zeros already
     };
     const auto clean = [&](int kv_tile) {
+      const Live live_k = live_keys();
       v_ring.wait_full();
       for (int x = thread; x < kKeys * kOut8; x += 128) {
         if (!live_k.has(kv_tile * kKeys + x / kOut8)) {

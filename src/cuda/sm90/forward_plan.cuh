@@ -14,15 +14,12 @@ namespace jax_flash2::cuda::sm90 {
 
 // How many neighbouring heads share a tile: all that a key head's group divides into, where that leaves fewer tiles.
 inline int pack_log2(const Problem& p, int rows) {
-  if (!p.plain()) return 0;  // what acts on scores may differ from head to head
+  if (p.body() == Body::kGeneral) return 0;  // what acts on scores may differ from head to head
   const auto tiles = [&](int log2) { return ((int64_t(p.T) << log2) + rows - 1) / rows * (p.N >> log2); };
   int most = 0;
   while (most < 6 && p.group() % (2 << most) == 0) most++;
   return tiles(most) * 10 < tiles(0) * 9 ? most : 0;
 }
-
-// Whether only the device knows how much of a tile there is to do.
-inline bool ragged(const Problem& p) { return p.extras.query_lens.present() || p.extras.key_lens.present(); }
 
 // What tiles of a Config cost, in keys, by a sample of them: a call may have millions.
 struct TileCosts {
@@ -49,7 +46,7 @@ TileCosts tile_costs(const Problem& p, int pack_log2) {
     if (tile >= tiles / 4 && tile <= tiles * 3 / 4) least = std::min(least, met), most = std::max(most, met);
     sum += keys_met(sampled(blocks) * 64, 64);
   }
-  return {longest, !ragged(p) && least >= most, double(sum) / kSamples};
+  return {longest, !p.ragged() && least >= most, double(sum) / kSamples};
 }
 
 // A call cut into tiles for the current device, and when it would finish.
@@ -82,7 +79,7 @@ Status cut_into_tiles(const Problem& p, Cut* cut) {
   constexpr int kElementBytes = 2, kMostTogether = 16, kFewTurns = 4;
   const int64_t key_head_bytes = int64_t(p.S) * (p.D + p.Dv) * kElementBytes + 1, key_heads = int64_t(p.B) * p.K;
   const int64_t fitting = device_attribute(cudaDevAttrL2CacheSize) * int64_t(2) / 3 / key_head_bytes;
-  cut->queued = !costs.alike && turns > 1 && (ragged(p) || turns > kFewTurns || fitting < key_heads);
+  cut->queued = !costs.alike && turns > 1 && (p.ragged() || turns > kFewTurns || fitting < key_heads);
   const int64_t most = costs.alike ? 1 : cut->queued ? std::min<int64_t>(kMostTogether, key_heads) : key_heads;
   const int64_t together = std::clamp<int64_t>(fitting, 1, most) * (p.group() >> pack);
   cut->pack_log2 = pack;

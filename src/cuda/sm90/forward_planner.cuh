@@ -15,7 +15,7 @@ __device__ __forceinline__ uint4 words(int a, int b, int c, int d) {
 }
 
 // By a whole warp: a lane for each consumer.
-template <class Config>
+template <class Config, bool kSpans>
 __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& plan, uint32_t shared) {
   constexpr int kRows = Config::kTile.rows(), kKeys = Config::kTile.keys, kConsumers = Config::kTile.consumers;
   using Shared = ForwardShared<Config>;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     const Schedule::Place place = plan.schedule.place(ticket);
     const int heads = p.N >> plan.pack_log2, q_head = place.head % heads, row0 = place.tile * kRows;
     const Batch batch = p.batch(place.head / heads);
-    const Mask mask = p.mask(batch);
+    const Mask mask = p.mask<kSpans>(batch);
     const auto key_tiles = [&](int first, int rows) {
       const int begin = first >> plan.pack_log2, end = ((first + rows - 1) >> plan.pack_log2) + 1;
       Tiles tiles = mask.key_tiles(begin, min_(end, p.T), kKeys);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
         write(work + offsetof(Work, tiles), key_tiles(row0, kRows));
         ptx::st_shared_v4(work + offsetof(Work, batch), words(batch.at[0], batch.at[1], batch.at[2], batch.at[3]));
         const int n = q_head << plan.pack_log2;
-        ptx::st_shared_v4(work + offsetof(Work, q_head), words(q_head, n / p.group(), step, 0));
+        ptx::st_shared_v4(work + offsetof(Work, q_head), words(q_head, n / p.group(), step, mask.exact));
         ptx::st_shared_b64(work + offsetof(Work, out), uint64_t(p.out.offset(batch, n)));
         ptx::st_shared_b64(work + offsetof(Work, lse), uint64_t(p.lse.offset(batch, n)));
       }

@@ -27,12 +27,13 @@ struct Copy {
   // tile's) lie `stride` apart. Rows outside `live` and columns past the matrix are not read; zeros stand for them.
   template <class Element>
   __device__ __forceinline__ void load(uint32_t tile, const Element* matrix, int64_t stride, int cols, int row0,
-                                       Range live) const {
+                                       Live live) const {
     const Element* from = matrix + (row0 + row) * stride + threadIdx.x % Tile::kPanelChunks * 8;
     const unsigned span = max_(live.end - live.begin, 0), first = row0 + row - live.begin;
 #pragma unroll
     for (int pass = 0; pass < kPasses; pass++) {
-      const bool in = first + pass * kStep < span;  // unsigned: false below the range too
+      // Unsigned: false below the range too.
+      const bool in = first + pass * kStep < span && (!live.spans || live.spans[row0 + row + pass * kStep].alive());
 #pragma unroll
       for (int panel = 0; panel < Tile::kPanels; panel++) {
         ptx::cp_async_16(tile + offset + panel * Tile::kPanelBytes + pass * kStep * Tile::kRowBytes,

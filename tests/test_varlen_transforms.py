@@ -1,0 +1,261 @@
+"""varlen_attention under JAX's transformations, on several devices, and what it refuses.
+
+Transformed calls are compared with the same calls made plainly.
+"""
+
+import functools
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packs
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from jax_flash2 import varlen_attention
+
+T, S, N, K, D = 23, 30, 4, 2, 8
+BOUNDS = {"max_seqlen_q": 1, "max_seqlen_k": 1}
+STARTS_Q, STARTS_K = np.array([[2, 9, 9, 20], [0, 5, 12, 23]]), np.array([[0, 12, 13, 28], [3, 3, 20, 30]])
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def _call(query, key, value, cu_seqlens_q, cu_seqlens_k, **keywords):
+    keywords = BOUNDS | packs.BR | {"return_residual": True} | keywords
+    out, lse = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, **keywords)
+    return out, jnp.where(jnp.isneginf(lse), 0, lse)
+
+
+def _gradients(query, key, value, cu_seqlens_q, cu_seqlens_k, dout, dlse, **keywords):
+    call = functools.partial(_call, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **keywords)
+    out, pullback = jax.vjp(call, query, key, value)
+    return *out, *pullback((dout, dlse))
+
+
+def _arguments(*batch, dtype=jnp.float32):
+    rng = np.random.default_rng(5)
+    shapes = [(T, N, D), (S, K, D), (S, K, D), (T, N, D), (T, N)]
+    q, k, v, dout, dlse = (jnp.asarray(rng.standard_normal((*batch, *shape)), dtype) for shape in shapes)
+    starts = [jnp.asarray(x if batch else x[0], jnp.int32) for x in (STARTS_Q, STARTS_K)]
+    return [q, k, v, *starts, dout, dlse]
+
+
+@pytest.mark.parametrize("shared", ["nothing", "starts", "starts and keys"])
+def test_vmap(shared):
+    args = _arguments(2)
+    axes = [0] * len(args)
+    for i in {"nothing": (), "starts": (3, 4), "starts and keys": (1, 2, 3, 4)}[shared]:
+        args[i], axes[i] = args[i][0], None
+    got = jax.jit(jax.vmap(_gradients, axes))(*args)
+    plain = jax.jit(_gradients)
+    rows = [plain(*(x if axis is None else x[b] for x, axis in zip(args, axes, strict=True))) for b in range(2)]
+    calls.assert_close(got, [jnp.stack(x) for x in zip(*rows, strict=True)], jnp.float32)
+
+
+def test_scan_and_checkpoint():
+    q, k, v, *_ = _arguments(2)
+    starts = jnp.asarray(np.stack([STARTS_Q, STARTS_K], 1), jnp.int32)
+
+    def loss(q, k, v, scanned):
+        def step(x, cu):
+            out = jax.checkpoint(lambda x, k, v: _call(x, k, v, cu[0], cu[1])[0])(x, k[0], v[0])
+            return x + out, None
+
+        if scanned:
+            x, _ = jax.lax.scan(step, q[0], starts)
+        else:
+            x = functools.reduce(lambda x, cu: step(x, cu)[0], starts, q[0])
+        return jnp.sum(jnp.sin(x))
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, scanned=x), (0, 1, 2)))(q, k, v) for x in (True, False))
+    calls.assert_close(got, want, jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_are_differences(dtype):
+    keywords = {"local_window_size": (9, 4), "logits_soft_cap": 3.0, "seqused_k": np.array([9, 1, 20])}
+    with jax.enable_x64(dtype == "float64"):
+        *qkv, cu_q, cu_k, _, _ = _arguments(dtype=jnp.dtype(dtype))
+        call = jax.jit(functools.partial(_call, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **keywords))
+        double = dtype == "float64"
+        check_grads(
+            call, qkv, order=2 if double else 1, modes=["rev"], **({} if double else {"atol": 2e-2, "rtol": 2e-2})
+        )
+
+
+def test_second_derivatives_are_those_of_the_reference():
+    args = _arguments()
+    tangents = [jnp.cos(x) for x in args[:3]]
+
+    def moved(implementation):
+        def gradient(*qkv):
+            return _gradients(*qkv, *args[3:], implementation=implementation)[2:]
+
+        return jax.jit(lambda *xs: jax.jvp(gradient, xs, tuple(tangents)))(*args[:3])
+
+    calls.assert_close(moved(None), moved("reference"), jnp.float32)
+
+
+def test_memory_grows_with_the_length_alone():
+    """Of no program here is an array as large as the scores, nor as one number for each row and sequence."""
+    T, B = 4096, 512
+    q = jax.ShapeDtypeStruct((T, 2, 16), jnp.float32)
+    cu = jax.ShapeDtypeStruct((B + 1,), jnp.int32)
+
+    def loss(q, k, v, cu_q, cu_k):
+        return jnp.sum(jnp.sin(_call(q, k, v, cu_q, cu_k)[0]))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q, cu, cu).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * T * 2 * 16 * 4
+
+
+# Several devices.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_are_split_without_a_collective(kind):
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("model",), axis_types=(kind,))
+    args = _arguments()
+    want = jax.jit(_gradients)(*args)
+    split = [NamedSharding(mesh, P(None, "model") if x.dtype == jnp.float32 else P()) for x in args]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(_gradients).lower(*jax.device_put(args, split)).compile()
+        got = compiled(*jax.device_put(args, split))
+    text = compiled.as_text()
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert all("model" in x.sharding.spec for x in got)
+    calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+
+
+def test_shard_map_over_packs():
+    """Each device has packs of its own, in a shard_map that tracks what varies; keys of all are shared."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
+    q, k, v, cu_q, cu_k, _, _ = _arguments(2)
+
+    def loss(q, k, v, cu_q, cu_k):
+        def one(q, cu_q, cu_k):
+            return jnp.sum(jnp.sin(_call(q, k, v, cu_q, cu_k)[0]))
+
+        return jnp.sum(jax.vmap(one)(q, cu_q, cu_k))
+
+    args = (q, k[0], v[0], cu_q, cu_k)
+    specs = (P("data"), P(), P(), P("data"), P("data"))
+    mapped = jax.shard_map(
+        lambda *xs: jax.lax.psum(loss(*xs), "data"), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True
+    )
+    want = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+    got = jax.jit(jax.grad(mapped, (0, 1, 2)))(*placed)
+    calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+
+
+def test_an_exported_program_serves_all_sizes():
+    from jax import export
+
+    from jax_flash2 import export_checks
+
+    t, s, b = export.symbolic_shape("t, s, b", constraints=["b >= 2"])
+    shapes = [((t, N, D), jnp.float32), ((s, K, D), jnp.float32), ((s, K, D), jnp.float32), ((b,), jnp.int32)]
+    q, k, v, cu = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+
+    def call(q, k, v, cu_q, cu_k):
+        return _call(q, k, v, cu_q, cu_k)
+
+    exported = export.export(jax.jit(call), disabled_checks=export_checks(), platforms=["cpu"])(q, k, v, cu, cu)
+    args = _arguments()[:5]
+    calls.assert_close(jax.jit(exported.call)(*args), jax.jit(call)(*args), jnp.float32)
+
+
+# What is wrong.
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+i32 = jnp.int32
+RIGHT = {
+    "query": shape(T, N, D), "key": shape(S, K, D), "value": shape(S, K, D + 2),
+    "cu_seqlens_q": shape(4, dtype=i32), "cu_seqlens_k": shape(4, dtype=i32), "max_seqlen_q": 9, "max_seqlen_k": 9,
+}  # fmt: skip
+WRONG = {
+    "batch axis": ({"query": shape(2, T, N, D)}, ValueError, ["query", "(2, 23, 4, 8)", "[total_q, N, D]", "vmap"]),
+    "rank of value": ({"value": shape(S, D)}, ValueError, ["value", "(30, 8)", "[total_k, K, Dv]"]),
+    "head dims": ({"query": shape(T, N, D + 1)}, ValueError, ["head dim D", "9", "8"]),
+    "dtypes": ({"key": shape(S, K, D, dtype=jnp.bfloat16)}, ValueError, ["one dtype", "bfloat16"]),
+    "float starts": ({"cu_seqlens_q": shape(4)}, TypeError, ["cu_seqlens_q", "float32", "integer"]),
+    "a list": ({"cu_seqlens_k": [0, 3]}, TypeError, ["cu_seqlens_k", "list", "asarray"]),
+    "rank of starts": ({"cu_seqlens_q": shape(1, 4, dtype=i32)}, ValueError, ["cu_seqlens_q", "(1, 4)", "[B + 1]"]),
+    "no starts": ({"cu_seqlens_k": shape(0, dtype=i32)}, ValueError, ["cu_seqlens_k", "(0,)", "[B + 1]"]),
+    "other sequences": ({"cu_seqlens_k": shape(5, dtype=i32)}, ValueError, ["cu_seqlens_k", "(5,)", "(4,)", "B + 1"]),
+    "used": ({"seqused_k": shape(4, dtype=i32)}, ValueError, ["seqused_k", "(4,)", "(3,)", "[B]"]),
+    "float used": ({"seqused_q": shape(3)}, TypeError, ["seqused_q", "float32", "integer"]),
+    "bound": ({"max_seqlen_q": 0}, ValueError, ["max_seqlen_q", "0", "positive"]),
+    "float bound": ({"max_seqlen_k": 9.0}, TypeError, ["max_seqlen_k", "9.0", "int"]),
+    "bool bound": ({"max_seqlen_k": True}, TypeError, ["max_seqlen_k", "True", "int"]),
+    "no bound": ({"max_seqlen_q": None}, TypeError, ["max_seqlen_q", "None", "int"]),
+    "no alignment": ({"is_causal": True}, ValueError, ["causal_alignment", "two arrays", "'bottom_right'"]),
+    "no alignment of a window": ({"local_window_size": 3}, ValueError, ["causal_alignment", "window"]),
+    "no alignment of ALiBi": ({"alibi_slopes": shape(N)}, ValueError, ["causal_alignment", "ALiBi"]),
+    "alignment": ({"causal_alignment": "left"}, ValueError, ["causal_alignment", "'left'", "'top_left'"]),
+    "slopes": ({"alibi_slopes": shape(3), "causal_alignment": "top_left"}, ValueError, ["alibi_slopes", "(3,)"]),
+    "scale": ({"scale": shape(3)}, ValueError, ["scale", "(3,)"]),
+    "sinks": ({"sinks": shape(1, N)}, ValueError, ["sinks", "(1, 4)", "(4,)"]),
+    "dropout without a key": ({"dropout_rate": 0.5}, ValueError, ["dropout_rng", "0.5"]),
+    "implementation": ({"implementation": "gpu"}, ValueError, ["implementation", "'gpu'", "'reference'"]),
+}  # fmt: skip
+
+
+def _trace(arguments):
+    arguments = RIGHT | arguments
+    shapes = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rest = {name: x for name, x in arguments.items() if name not in shapes}
+    return jax.eval_shape(lambda arrays: varlen_attention(**arrays, **rest), shapes)
+
+
+@pytest.mark.parametrize(("arguments", "exception", "words"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_input(arguments, exception, words):
+    with pytest.raises(exception) as error:
+        _trace(arguments)
+    assert type(error.value) is exception
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_is_right():
+    out, lse = _trace({"return_residual": True})
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((T, N, D + 2), jnp.float32, (T, N), jnp.float32)
+    for integer in ("int8", "uint32"):
+        _trace({"cu_seqlens_q": shape(4, dtype=jnp.dtype(integer)), "max_seqlen_q": np.int64(3)})
+    _trace({"seqused_q": shape(3, dtype=i32), "max_seqlen_k": shape(dtype=i32), "local_window_size": (None, None)})
+
+
+def test_one_array_twice_needs_no_alignment():
+    q, k, v, cu, *_ = _arguments()
+
+    def call(q, k, v, cu, other, **keywords):
+        return varlen_attention(q, k, v, cu, other, **BOUNDS, is_causal=True, **keywords)
+
+    jax.jit(lambda q, k, v, cu: call(q, k, v, cu, cu))(q, k, v, cu)
+    with pytest.raises(ValueError, match="causal_alignment"):
+        jax.jit(call)(q, k, v, cu, cu)  # two arguments of the jitted function
+    with pytest.raises(ValueError, match="seqused is given"):
+        call(q, k, v, cu, cu, seqused_k=jnp.asarray([1, 1, 1]))
+
+
+@pytest.mark.parametrize(("T", "S"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_axes(T, S):
+    q, k = jnp.full((T, 2, 8), jnp.nan), jnp.ones((S, 2, 8))
+    cu = jnp.zeros(3, jnp.int32)
+
+    def call(q, k, v):
+        return varlen_attention(q, k, v, cu, cu, **BOUNDS, is_causal=True, sinks=jnp.ones(2), return_residual=True)
+
+    (out, lse), pullback = jax.vjp(jax.jit(call), q, k, k)
+    np.testing.assert_array_equal(out, jnp.zeros((T, 2, 8)))
+    np.testing.assert_array_equal(lse, jnp.full((T, 2), -jnp.inf))
+    for x in pullback((jnp.full_like(out, jnp.nan), jnp.full_like(lse, jnp.nan))):
+        np.testing.assert_array_equal(x, 0)
