@@ -173,32 +173,33 @@ def _is_sorted(x: Any) -> Any:
 
 def _from_pairs(keep: Any, T: Any, S: Any) -> tuple[_Rows, _Rows, Any]:
     """keep [*#B, #N, T, S]."""
-    heads = keep.shape[-3]
-    by_query, query_exact = _hull(keep, keep.ndim - 1, S, heads)
-    by_key, key_exact = _hull(keep, keep.ndim - 2, T, heads)
-    return by_query, by_key, query_exact & key_exact
+    heads, sizes = keep.shape[-3], (S, T)
+    sides = [_reduced(keep, keep.ndim - 1), _reduced(keep, keep.ndim - 2)]
+    # Ends that never decrease, and a row that reads nothing between those beside it. Begins run from the last row on.
+    ends = [jnp.stack([end, _MANY - jnp.flip(first, -1)]) for first, end, _ in sides]
+    if isinstance(T, int) and isinstance(S, int) and T == S:
+        both = _running_maximum(jnp.stack(ends))
+        ends = [both[0], both[1]]
+    else:
+        ends = [_running_maximum(x) for x in ends]
+    rows, exact = [], []
+    for (_, _, kept), x, size in zip(sides, ends, sizes, strict=True):
+        begin, end = jnp.minimum(jnp.flip(_MANY - x[1], -1), jnp.asarray(size, jnp.int32)), x[0]
+        rows.append(_Rows(begin, end, kept > 0))
+        exact.append(jnp.all((kept == 0) | ((end - begin) * heads == kept), -1))
+    return rows[0], rows[1], exact[0] & exact[1]
 
 
-def _hull(keep: Any, axis: int, count: Any, heads: int) -> tuple[_Rows, Any]:
-    """What any head reads along this axis; and whether each row reads all that its interval holds, in each head."""
+def _reduced(keep: Any, axis: int) -> Any:
+    """Of what any head reads along the axis: the first, the end, and how much there is in all heads together."""
     place = lax.broadcasted_iota(jnp.int32, keep.shape, axis)
     each = jnp.where(keep, place, _MANY), jnp.where(keep, place + 1, 0), keep.astype(jnp.int32)
+    nothing = _compat.match_varying([keep, *map(jnp.asarray, (_MANY, np.int32(0), np.int32(0)))])[1:]
+    return lax.reduce(_compat.match_varying(each), nothing, _join, (axis, keep.ndim - 3))
 
-    def join(a: Any, b: Any) -> Any:
-        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]), a[2] + b[2]
 
-    nothing = (_MANY, np.int32(0), np.int32(0))
-    first, last, kept = lax.reduce(
-        _compat.match_varying(each),
-        _compat.match_varying([keep, *map(jnp.asarray, nothing)])[1:],
-        join,
-        (axis, keep.ndim - 3),
-    )
-    # Ends that never decrease, and a row that reads nothing between those beside it.
-    both = _running_maximum(jnp.stack([last, _MANY - jnp.flip(first, -1)]))
-    end, begin = both[0], jnp.minimum(jnp.flip(_MANY - both[1], -1), jnp.asarray(count, jnp.int32))
-    alive = kept > 0
-    return _Rows(begin, end, alive), jnp.all(~alive | ((end - begin) * heads == kept), -1)
+def _join(a: Any, b: Any) -> Any:
+    return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]), a[2] + b[2]
 
 
 def _running_maximum(x: Any) -> Any:

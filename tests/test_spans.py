@@ -150,9 +150,8 @@ def test_ids_of_self_attention_with_zeros_behind():
         assert _check(got, 10, 10, spec, query_ids=ids, key_ids=ids).all()
 
 
-@pytest.mark.parametrize("T", [1, 128, 129])
-def test_ids_of_any_length(rng, T):
-    for S in (1, 32, 33):
+def test_ids_of_any_length(rng):
+    for T, S in ((1, 1), (1, 33), (128, 32), (129, 33), (300, 17)):
         q, k = (np.sort(rng.integers(0, 7, (1, n))).astype(np.int32) for n in (T, S))
         for ids in ((q, k), (rng.permutation(q, axis=-1), k), (q, rng.permutation(k, axis=-1))):
             operands = dict(zip(("query_ids", "key_ids"), ids, strict=True))
