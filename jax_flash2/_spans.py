@@ -110,7 +110,7 @@ def _rows(ids: Any, others: Any, bounds: tuple[Any, Any], count: Any, ordered: A
     begin, end = bounds
     padding = ids == _PADDING
     ends = jnp.where(padding[..., None], _PADDING, ids[..., None] + jnp.arange(2, dtype=jnp.uint32))
-    found = _count_below(lambda at: _take(others, at) < ends, ends, count)
+    found = _count_below(lambda at: _take(others, at) < ends[..., None], ends, count)
     exact_begin, exact_end = jnp.maximum(found[..., 0], begin), jnp.minimum(found[..., 1], end)
     meets = ~padding if aligned else ~padding & _meets(ids, others, begin, end, count)
     ordered = ordered[..., None]
@@ -127,8 +127,8 @@ def _meets(ids: Any, others: Any, begin: Any, end: Any, count: Any) -> Any:
     others, places = lax.sort((others, places), num_keys=1, is_stable=True)
 
     def below(at: Any) -> Any:
-        other = _take(others, at)
-        return (other < ids) | ((other == ids) & (_take(places, at) < begin))
+        other, id_ = _take(others, at), ids[..., None]
+        return (other < id_) | ((other == id_) & (_take(places, at) < begin[..., None]))
 
     at = _count_below(below, jnp.broadcast_arrays(ids, begin)[0], count)
     last = jnp.minimum(at, jnp.asarray(count, jnp.int32) - 1)
@@ -136,20 +136,30 @@ def _meets(ids: Any, others: Any, begin: Any, end: Any, count: Any) -> Any:
 
 
 def _count_below(is_below: Any, like: Any, count: Any) -> Any:
-    """int32, of like's shape: for how many of `count` sorted entries `is_below` holds. Unrolled, so that it fuses."""
-    size = jnp.asarray(count, jnp.int32)
+    """int32, of like's shape: for how many of `count` sorted entries `is_below` holds, which is given [.., entries].
+
+    A search in a tree of few levels and wide nodes: XLA makes a kernel of each level, and one of few loads lasts no
+    shorter than one of many.
+    """
+    bits = (count - 1).bit_length() if isinstance(count, int) else 29  # kMaxLength
+    levels = max(1, -(-bits // 7))
+    width = -(-bits // levels)
     at = jnp.zeros_like(like, jnp.int32)
-    for step in reversed(range(count.bit_length() if isinstance(count, int) else 30)):
-        probe = at + np.int32(1 << step)
-        at = jnp.where((probe <= size) & is_below(jnp.minimum(probe, size) - 1), probe, at)
+    for level in reversed(range(levels)):
+        stride = 1 << width * level
+        top = count // stride if isinstance(count, int) else 1 << (bits - width * level)
+        children = top if level == levels - 1 else (1 << width) - 1
+        probe = at[..., None] + jnp.arange(1, children + 1, dtype=jnp.int32) * np.int32(stride)
+        size = jnp.asarray(count, jnp.int32)
+        below = (probe <= size) & is_below(jnp.minimum(probe, size) - 1)
+        at = at + jnp.sum(below, -1, dtype=jnp.int32) * np.int32(stride)
     return at
 
 
 def _take(x: Any, at: Any) -> Any:
-    """x[..., at] of x [*#B, n] for at [*#B, rows] or [*#B, rows, 2]."""
+    """x[..., at] of x [*#B, n] for at [*#B, ..]."""
     batch = x.ndim - 1
-    flat = at.reshape(*at.shape[:batch], -1) if at.ndim > x.ndim else at
-    x, flat = _compat.match_varying([x, flat])
+    x, flat = _compat.match_varying([x, at.reshape(*at.shape[:batch], -1)])
     flat = jnp.take_along_axis(x, flat, axis=-1, mode="promise_in_bounds")
     return flat.reshape(*flat.shape[:batch], *at.shape[batch:])
 
@@ -163,29 +173,49 @@ def _is_sorted(x: Any) -> Any:
 
 def _from_pairs(keep: Any, T: Any, S: Any) -> tuple[_Rows, _Rows, Any]:
     """keep [*#B, #N, T, S]."""
-    heads = keep.shape[-3]
-    by_query, query_exact = _hull(keep, keep.ndim - 1, S, heads)
-    by_key, key_exact = _hull(keep, keep.ndim - 2, T, heads)
-    return by_query, by_key, query_exact & key_exact
+    heads, sizes = keep.shape[-3], (S, T)
+    sides = [_reduced(keep, keep.ndim - 1), _reduced(keep, keep.ndim - 2)]
+    # Ends that never decrease, and a row that reads nothing between those beside it. Begins run from the last row on.
+    ends = [jnp.stack([end, _MANY - jnp.flip(first, -1)]) for first, end, _ in sides]
+    if isinstance(T, int) and isinstance(S, int) and T == S:
+        both = _running_maximum(jnp.stack(ends))
+        ends = [both[0], both[1]]
+    else:
+        ends = [_running_maximum(x) for x in ends]
+    rows, exact = [], []
+    for (_, _, kept), x, size in zip(sides, ends, sizes, strict=True):
+        begin, end = jnp.minimum(jnp.flip(_MANY - x[1], -1), jnp.asarray(size, jnp.int32)), x[0]
+        rows.append(_Rows(begin, end, kept > 0))
+        exact.append(jnp.all((kept == 0) | ((end - begin) * heads == kept), -1))
+    return rows[0], rows[1], exact[0] & exact[1]
 
 
-def _hull(keep: Any, axis: int, count: Any, heads: int) -> tuple[_Rows, Any]:
-    """What any head reads along this axis; and whether each row reads all that its interval holds, in each head."""
+def _reduced(keep: Any, axis: int) -> Any:
+    """Of what any head reads along the axis: the first, the end, and how much there is in all heads together."""
     place = lax.broadcasted_iota(jnp.int32, keep.shape, axis)
     each = jnp.where(keep, place, _MANY), jnp.where(keep, place + 1, 0), keep.astype(jnp.int32)
+    nothing = _compat.match_varying([keep, *map(jnp.asarray, (_MANY, np.int32(0), np.int32(0)))])[1:]
+    return lax.reduce(_compat.match_varying(each), nothing, _join, (axis, keep.ndim - 3))
 
-    def join(a: Any, b: Any) -> Any:
-        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]), a[2] + b[2]
 
-    nothing = (_MANY, np.int32(0), np.int32(0))
-    first, last, kept = lax.reduce(
-        _compat.match_varying(each),
-        _compat.match_varying([keep, *map(jnp.asarray, nothing)])[1:],
-        join,
-        (axis, keep.ndim - 3),
-    )
-    # Ends that never decrease, and a row that reads nothing between those beside it.
-    both = lax.cummax(jnp.stack([last, _MANY - jnp.flip(first, -1)]), first.ndim)
-    end, begin = both[0], jnp.minimum(jnp.flip(_MANY - both[1], -1), jnp.asarray(count, jnp.int32))
-    alive = kept > 0
-    return _Rows(begin, end, alive), jnp.all(~alive | ((end - begin) * heads == kept), -1)
+def _join(a: Any, b: Any) -> Any:
+    return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]), a[2] + b[2]
+
+
+def _running_maximum(x: Any) -> Any:
+    """Along the last axis, of numbers that are not negative: of each block up to the place, and of the blocks before.
+    (XLA would take a tree of three times as many kernels.)"""
+    *batch, count = x.shape
+    if not isinstance(count, int):
+        return lax.cummax(x, x.ndim - 1)
+    width = 1 << ((count - 1).bit_length() + 1) // 2
+    x = jnp.pad(x, [*[(0, 0)] * len(batch), (0, -count % width)])
+    blocks = x.reshape(*batch, -1, width)
+
+    def maximum(x: Any, upto: Any) -> Any:
+        place = _iota(x.shape[-1])
+        return jnp.max(jnp.where(upto(place[:, None], place), x[..., None, :], 0), -1)
+
+    inside = maximum(blocks, jnp.greater_equal)
+    before = maximum(jnp.max(blocks, -1), jnp.greater)
+    return jnp.maximum(inside, before[..., None]).reshape(*batch, -1)[..., :count]

