@@ -18,6 +18,7 @@
 #include "cuda/fma/pairs.cuh"
 #include "cuda/fma/panel.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/opaque.cuh"
 #include "cuda/score_gradients.cuh"
 
 namespace jax_flash2::cuda::fma {
@@ -68,17 +69,18 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
   float *const own_s = shared, *const other_s = own_s + Config::kSlots * kPanel;
   float *const p_s = other_s + Config::kSlots * kPanel, *const ds_s = p_s + kPanel;
   float *const lse_s = ds_s + kPanel, *const delta_s = lse_s + kSide, *const slopes_s = delta_s + kSide;
+  Plan* const plan_s = reinterpret_cast<Plan*>(slopes_s + kSide);
 
-  const int head = blockIdx.x / tiles, own0 = blockIdx.x % tiles * kSide;
-  const int heads = kQueries ? p.N : p.K, group = p.group();
-  const int k_head = kQueries ? head % heads / group : head % heads;
-  const int n_begin = kQueries ? head % heads : k_head * group, n_end = kQueries ? n_begin + 1 : n_begin + group;
-  const Batch b = p.batch(head / heads);
-  const Mask mask = p.mask(b);
+  const int head = blockIdx.x / tiles, own0 = blockIdx.x % tiles * kSide;  // head: batch row and head together
+  // Asked for anew wherever they are used: registers are full.
+  const auto batch_row = [&] { return p.batch(opaque(head) / (kQueries ? p.N : p.K)); };
+  const auto own_head = [&] { return opaque(head) % (kQueries ? p.N : p.K); };
+  const auto key_head = [&] { return kQueries ? own_head() / p.group() : own_head(); };
+  const int n_begin = kQueries ? own_head() : own_head() * p.group();
+  const int n_end = kQueries ? n_begin + 1 : n_begin + p.group();
+  const Mask mask = p.mask(batch_row());
   const auto live_q = mask.live_queries();
   const auto live_k = mask.live_keys();
-  const auto& live_own = kQueries ? live_q : live_k;
-  const auto& live_other = kQueries ? live_k : live_q;
   const Tiles walk =
       kQueries ? mask.key_tiles(own0, min_(own0 + kSide, p.T), kSide) : mask.query_tiles(own0, own0 + kSide, kSide);
   const Lane lane;
@@ -90,38 +92,49 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
   int slot = 0;
   const auto load = [&](int n, int tile, int x) {
     return [&, n, tile, x](int to) {
-      int at_n = n, at_tile = tile, panel = x;
+      int at_n = n, at_tile = tile, panel = opaque(x);  // else addresses of all steps are worked out ahead, and spilt
       if (panel == steps) panel = 0, at_tile++;
       if (at_tile == walk.end) at_tile = walk.begin, at_n++;
       if (at_n == n_end) return;
       const bool of_v = d_panels <= panel && panel < d_panels + v_panels, again = panel >= d_panels + v_panels;
       const int col0 = (panel - (again ? d_panels + v_panels : of_v ? d_panels : 0)) * kSide;
-      const Tensor &query = of_v ? p.dout : p.q, &key = of_v ? p.v : p.k;
+      const int64_t row_q = of_v ? p.dout.row : p.q.row, row_k = of_v ? p.v.row : p.k.row;
       const int cols = of_v ? p.Dv : p.D;
-      const Matrix of_query{query.at<const float>(b, at_n), query.row, cols};
-      const Matrix of_key{key.at<const float>(b, k_head), key.row, cols};
+      const float* const query_g = of_v ? plan_s->dout_g + at_n * p.dout.head : plan_s->q_g + at_n * p.q.head;
+      const Matrix of_query{query_g, row_q, cols}, of_key{of_v ? plan_s->v_g : plan_s->k_g, row_k, cols};
       if (!again && (kScores || !of_v)) {
-        load_panel(own_s + to * kPanel, kQueries ? of_query : of_key, own0, col0, live_own);
+        load_panel(own_s + to * kPanel, kQueries ? of_query : of_key, own0, col0, kQueries ? live_q : live_k);
       }
-      load_panel(other_s + to * kPanel, kQueries ? of_key : of_query, at_tile * kSide, col0, live_other);
+      load_panel(other_s + to * kPanel, kQueries ? of_key : of_query, at_tile * kSide, col0,
+                 kQueries ? live_k : live_q);
       ptx::cp_async_commit_group();
     };
   };
 
-  if constexpr (kQueries) {
-    find_delta(p, b, n_begin, mask, own0, lse_s, delta_s);
-    if (threadIdx.x < kSide) slopes_s[threadIdx.x] = 0;
-    __syncthreads();  // the statistics are there
+  if (threadIdx.x == 0) {
+    const Batch b = batch_row();
+    *plan_s = {p.q.at<const float>(b),
+               p.k.at<const float>(b, key_head()),
+               p.v.at<const float>(b, key_head()),
+               p.dout.at<const float>(b),
+               p.lse.at<const float>(b),
+               p.delta.at<const float>(b),
+               walk.full_begin,
+               walk.full_end};
   }
+  if constexpr (kQueries) {
+    find_delta(p, batch_row(), n_begin, mask, own0, lse_s, delta_s);
+    if (threadIdx.x < kSide) slopes_s[threadIdx.x] = 0;
+  }
+  __syncthreads();  // the plan is there, and of own queries the statistics
   if (walk.begin < walk.end) load(n_begin, walk.begin, 0)(slot);
 
-  const float scale = p.score<float>(b, n_begin).scale;
   // d_own: dQ or dK before the scale.
   float d_own[kScores ? Config::kPanels : 1][kRows][kCols] = {}, dv[kValues ? Config::kPanels : 1][kRows][kCols] = {};
   const auto query_at = [&](int other0, int r, int c) { return kQueries ? own0 + lane.row(r) : other0 + lane.col(c); };
   const auto key_at = [&](int other0, int r, int c) { return kQueries ? other0 + lane.col(c) : own0 + lane.row(r); };
   const auto statistic = [&](const float* of_s, int r, int c) { return of_s[kQueries ? lane.row(r) : lane.col(c)]; };
-  const auto seen_by = [&](int r) -> Range {  // the other rows that own row r meets
+  const auto seen_by = [&](const Mask& mask, int r) -> Range {  // the other rows that own row r meets
     if constexpr (kQueries) return mask.keys(own0 + lane.row(r));
     return mask.queries(own0 + lane.row(r));
   };
@@ -135,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
       if constexpr (!kQueries) {
         const bool of_lse = threadIdx.x < kSide;
         const int i = other0 + int(threadIdx.x) % kSide;
-        const Tensor& from = of_lse ? p.lse : p.delta;
-        brought = live_q.has(i) ? from.at<const float>(b, n)[i * from.row] : of_lse ? INFINITY : 0.0f;
+        const float* const from_g = of_lse ? plan_s->lse_g + n * p.lse.head : plan_s->delta_g + n * p.delta.head;
+        brought = live_q.has(i) ? from_g[i * (of_lse ? p.lse.row : p.delta.row)] : of_lse ? INFINITY : 0.0f;
       }
 
       float s[kRows][kCols] = {};
@@ -155,13 +168,18 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
       }
 
       if (plain) {
-        const bool full = walk.full_begin <= tile && tile < walk.full_end;
+        const bool full = plan_s->full_begin <= tile && tile < plan_s->full_end;
+        const float scale = float(p.spec.scale);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
 #pragma unroll
-          for (int c = 0; c < kCols; c++) s[r][c] = expf(fmaf(s[r][c], scale, -statistic(lse_s, r, c)));
-          if (!full) {
-            const Range seen = seen_by(r);
+          for (int c = 0; c < kCols; c++) s[r][c] = power(fmaf(s[r][c], scale, -statistic(lse_s, r, c)));
+        }
+        if (!full) {
+          const Mask anew = p.mask(batch_row());
+#pragma unroll
+          for (int r = 0; r < kRows; r++) {
+            const Range seen = seen_by(anew, r);
 #pragma unroll
             for (int c = 0; c < kCols; c++) {
               if (!seen.has(other0 + lane.col(c))) s[r][c] = 0;
@@ -176,9 +194,10 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
       // What operands make of this thread's pairs, by blocks of four: body(element of its panels, query, key, row,
       // whether it is seen, score before what is added, probability, what dropout multiplies it by).
       const auto each_pair = [&](const auto& body, const auto& end_of_block) {
-        const Pairs pairs = Pairs::make(p, b, n, mask);
+        const Batch b = batch_row();
+        const Pairs pairs = Pairs::make(p, b, n, p.mask(b));
         each_block([&](int r, int c) {
-          const Range seen[] = {seen_by(r), seen_by(r + 1)};
+          const Range seen[] = {seen_by(pairs.mask, r), seen_by(pairs.mask, r + 1)};
           uint32_t kept = 0;
           if (pairs.dropout.present()) kept = pairs.dropout.kept(query_at(other0, r, c), key_at(other0, r, c));
 #pragma unroll
@@ -188,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
             const float added = pairs.added(i, j, seen[e / 2].has(other0 + lane.col(c_e)));
             const float score = pairs.score.template apply<Math>(ds_s[at], i, j);
             const bool visible = added != -INFINITY;
-            const float probability = visible ? expf(score + added - statistic(lse_s, r_e, c_e)) : 0.0f;
+            const float probability = visible ? power(score + added - statistic(lse_s, r_e, c_e)) : 0.0f;
             float factor = 1;
             if (pairs.dropout.present()) {
               factor = kept >> (kQueries ? e : e % 2 * 2 + e / 2) & 1 ? pairs.dropout.scale : 0.0f;
@@ -220,58 +239,62 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
             },
             load(n, tile, d_panels + x + 1));
       }
-      if constexpr (!kScores) continue;
-
-      if (plain) {
+      if constexpr (kScores) {
+        if (plain) {
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
+          for (int r = 0; r < kRows; r++) {
 #pragma unroll
-          for (int c = 0; c < kCols; c++) {
-            const float probability = p_s[lane.at(r, c)];
-            // Not 0 times a NaN of a pair that is not seen.
-            ds_s[lane.at(r, c)] = probability == 0 ? 0 : probability * (dp[r][c] - statistic(delta_s, r, c));
+            for (int c = 0; c < kCols; c++) {
+              const float probability = p_s[lane.at(r, c)];
+              // Not 0 times a NaN of a pair that is not seen.
+              ds_s[lane.at(r, c)] = probability == 0 ? 0 : probability * (dp[r][c] - statistic(delta_s, r, c));
+            }
           }
+        } else {
+          __syncwarp();  // this warp has done with P of its rows: dP takes its place
+          store_elements(p_s, dp, lane);
+          const ScoreGradients gradients = kQueries ? ScoreGradients::make(p, batch_row(), n) : ScoreGradients{};
+          const int off = p.mask(batch_row()).off;
+          float slope[2] = {};
+          each_pair(
+              [&](int at, int i, int j, int half, bool visible, float d_score, float probability, float factor) {
+                const float delta = delta_s[kQueries ? i - own0 : i - other0];
+                const float ds = visible ? probability * (p_s[at] * factor - delta) : 0.0f;
+                ds_s[at] = visible ? ds * d_score : 0.0f;
+                if (kQueries && visible) {
+                  gradients.add_bias(i, j, ds);
+                  slope[half] -= ds * fabsf(float(i + off - j));
+                }
+              },
+              [&](int r) {
+                if constexpr (kQueries) {
+                  if (!gradients.slopes_g) return;
+                  for (float& of_row : slope) {
+                    const float share = row_sum(of_row);
+                    if (lane.tx == 0) slopes_s[lane.row(r + int(&of_row - slope))] += share;  // of no other thread
+                    of_row = 0;
+                  }
+                }
+              });
         }
-      } else {
-        __syncwarp();  // this warp has done with P of its rows: dP takes its place
-        store_elements(p_s, dp, lane);
-        const ScoreGradients gradients = kQueries ? ScoreGradients::make(p, b, n) : ScoreGradients{};
-        float slope[2] = {};
-        each_pair(
-            [&](int at, int i, int j, int half, bool visible, float d_score, float probability, float factor) {
-              const float delta = delta_s[kQueries ? i - own0 : i - other0];
-              const float ds = visible ? probability * (p_s[at] * factor - delta) : 0.0f;
-              ds_s[at] = visible ? ds * d_score : 0.0f;
-              if (kQueries && visible) {
-                gradients.add_bias(i, j, ds);
-                slope[half] -= ds * fabsf(float(i + mask.off - j));
-              }
-            },
-            [&](int r) {
-              if (!kQueries || !gradients.slopes_g) return;
-#pragma unroll
-              for (int half = 0; half < 2; half++) {
-                const float share = row_sum(slope[half]);
-                if (lane.tx == 0) slopes_s[lane.row(r + half)] += share;  // of no other thread
-                slope[half] = 0;
-              }
-            });
-      }
-      __syncwarp();  // dS of this warp's rows is there; it is written again behind the barriers of the next tile
+        __syncwarp();  // dS of this warp's rows is there; it is written again behind the barriers of the next tile
 
 #pragma unroll
-      for (int x = 0; x < Config::kPanels; x++) {
-        if (x >= d_panels) break;
-        step<Config::kSlots>(
-            slot,
-            [&](int at) {
-              if constexpr (kScores) multiply_ab(d_own[x], ds_s, other_s + at * kPanel, lane);
-            },
-            load(n, tile, d_panels + v_panels + x + 1));
+        for (int x = 0; x < Config::kPanels; x++) {
+          if (x >= d_panels) break;
+          step<Config::kSlots>(
+              slot, [&](int at) { multiply_ab(d_own[x], ds_s, other_s + at * kPanel, lane); },
+              load(n, tile, d_panels + v_panels + x + 1));
+        }
       }
     }
   }
 
+  const Batch b = batch_row();
+  const auto live_own = [&] {
+    if constexpr (kQueries) return p.mask(b).live_queries();
+    return p.mask(b).live_keys();
+  }();
   // Rows of zeros where nobody looks: not even 0 times a NaN.
   const int rows = kQueries ? p.T : p.S;
   const auto store = [&](const Tensor& to, int h, int cols, const auto& from, float factor) {
@@ -290,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
       }
     }
   };
-  if constexpr (kScores) store(kQueries ? p.dq : p.dk, kQueries ? n_begin : k_head, p.D, d_own, scale);
-  if constexpr (kValues) store(p.dv, k_head, p.Dv, dv, 1);
+  if constexpr (kScores) store(kQueries ? p.dq : p.dk, own_head(), p.D, d_own, p.score<float>(b, 0).scale);
+  if constexpr (kValues) store(p.dv, own_head(), p.Dv, dv, 1);
 
   if constexpr (kQueries) {
     const Tensor &slopes = p.grads.alibi_slopes, &scales = p.grads.scale;
@@ -299,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
 #pragma unroll 1
       for (int r = 0; r < kRows; r++) {
         const int i = own0 + lane.row(r);
-        if (lane.tx == 0 && i < p.T) slopes.at<float>(b, n_begin)[i * slopes.row] = slopes_s[lane.row(r)];
+        if (lane.tx == 0 && i < p.T) slopes.at<float>(b, own_head())[i * slopes.row] = slopes_s[lane.row(r)];
       }
     }
     if (scales.present()) {
@@ -310,14 +333,14 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
 #pragma unroll
         for (int x = 0; x < Config::kPanels; x++) {
           const int col = x * kSide + lane.tx * 4;
-          if (live_q.has(i) && col < p.D) {
-            const float4 q = load4(p.q.at<const float>(b, n_begin) + i * p.q.row + col);
+          if (live_own.has(i) && col < p.D) {
+            const float4 q = load4(p.q.at<const float>(b, own_head()) + i * p.q.row + col);
             const float (&d)[kCols] = d_own[x][r];
             share = fmaf(q.x, d[0], fmaf(q.y, d[1], fmaf(q.z, d[2], fmaf(q.w, d[3], share))));
           }
         }
         share = row_sum(share);
-        if (lane.tx == 0 && i < p.T) scales.at<float>(b, n_begin)[i * scales.row] = share;
+        if (lane.tx == 0 && i < p.T) scales.at<float>(b, own_head())[i * scales.row] = share;
       }
     }
   }

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
   extern __shared__ __align__(1024) float shared[];
   float *const q_s = shared, *const kv_s = q_s + Config::kPanels * kPanel, *const p_s = kv_s + Config::kSlots * kPanel;
 
+  Plan* const plan_s = reinterpret_cast<Plan*>(p_s + kPanel);
+
   const int head = blockIdx.x / tiles;
   const int i0 = (tiles - 1 - int(blockIdx.x) % tiles) * kSide;  // the last queries see most keys under a causal mask
   const auto batch_row = [&] {
@@ -45,16 +47,21 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
   const auto load = [&](int kv_tile, int x) {
     return [&, kv_tile, x](int to) {
       const bool last = x == k_panels + v_panels;
-      const int tile = last ? kv_tile - 1 : kv_tile, panel = last ? 0 : x;
+      const int tile = last ? kv_tile - 1 : kv_tile, panel = last ? 0 : opaque(x);
       if (tile < keys.begin) return;
       const bool of_k = panel < k_panels;
-      const Tensor& from = of_k ? p.k : p.v;
-      const Matrix matrix{from.at<const float>(batch_row(), query_head() / p.group()), from.row, of_k ? p.D : p.Dv};
-      load_panel(kv_s + to * kPanel, matrix, tile * kSide, (of_k ? panel : panel - k_panels) * kSide, live_k);
+      const Matrix from{of_k ? plan_s->k_g : plan_s->v_g, of_k ? p.k.row : p.v.row, of_k ? p.D : p.Dv};
+      load_panel(kv_s + to * kPanel, from, tile * kSide, (of_k ? panel : panel - k_panels) * kSide, live_k);
       ptx::cp_async_commit_group();
     };
   };
   if (keys.begin < keys.end) {
+    if (threadIdx.x == 0) {
+      const int k_head = query_head() / p.group();
+      plan_s->k_g = p.k.at<const float>(batch_row(), k_head), plan_s->v_g = p.v.at<const float>(batch_row(), k_head);
+      plan_s->full_begin = keys.full_begin, plan_s->full_end = keys.full_end;
+    }
+    __syncthreads();  // the plan is there
     const Matrix q{p.q.at<const float>(batch_row(), query_head()), p.q.row, p.D};
     for (int x = 0; x < k_panels; x++) load_panel(q_s + x * kPanel, q, i0, x * kSide, mask.live_queries());
     load(keys.end - 1, 0)(slot);
@@ -84,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
 #pragma unroll
         for (int c = 0; c < kCols; c++) s[r][c] *= scale;
       }
-      if (kv_tile < keys.full_begin || kv_tile >= keys.full_end) {
+      if (kv_tile < plan_s->full_begin || kv_tile >= plan_s->full_end) {
         const Mask anew = p.mask(batch_row());
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
@@ -119,10 +126,10 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
 #pragma unroll
       for (int c = 0; c < kCols; c++) now = fmaxf(now, s[r][c]);
       now = row_max(now);
-      const float factor = expf(top[r] - now);
+      const float factor = power(top[r] - now);
       top[r] = now, sum[r] *= factor;
 #pragma unroll
-      for (int c = 0; c < kCols; c++) s[r][c] = expf(s[r][c] - now), sum[r] += s[r][c];
+      for (int c = 0; c < kCols; c++) s[r][c] = power(s[r][c] - now), sum[r] += s[r][c];
 #pragma unroll
       for (int x = 0; x < Config::kPanels; x++) {
 #pragma unroll
@@ -130,13 +137,15 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
       }
     }
     store_elements(p_s, s, lane);
-    const Dropout<float> dropout = plain ? Dropout<float>{} : p.dropout<float>(batch_row(), query_head());
-    if (dropout.present()) {
-      each_block([&](int r, int c) {
-        const uint32_t kept = dropout.kept(i0 + lane.row(r), j0 + lane.col(c));
+    if (!plain) {
+      const auto dropout = p.dropout<float>(batch_row(), query_head());
+      if (dropout.present()) {
+        each_block([&](int r, int c) {
+          const uint32_t kept = dropout.kept(i0 + lane.row(r), j0 + lane.col(c));
 #pragma unroll
-        for (int e = 0; e < 4; e++) p_s[lane.at(r + e / 2, c + e % 2)] *= kept >> e & 1 ? dropout.scale : 0.0f;
-      });
+          for (int e = 0; e < 4; e++) p_s[lane.at(r + e / 2, c + e % 2)] *= kept >> e & 1 ? dropout.scale : 0.0f;
+        });
+      }
     }
     __syncwarp();  // P of this warp's rows is there; it is written again behind the barriers of the next tile
 

@@ -8,8 +8,12 @@
 
 #include "core/problem.h"
 #include "cuda/fma/panel.cuh"
+#include "cuda/ptx/math.cuh"
 
 namespace jax_flash2::cuda::fma {
+
+// e^x. The product's rounding is relative to x: where it counts, e^x is too small to tell. expf takes three times as long.
+__device__ __forceinline__ float power(float x) { return ptx::ex2(x * 1.4426950408889634f); }
 
 // What Score::apply needs of a backend, with the accuracy of float32.
 struct Math {
