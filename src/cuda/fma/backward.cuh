@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
         store_elements(ds_s, s, lane);  // the products, until dS takes their place
       }
 
-      // What operands make of this thread's pairs, by blocks of four: body(element of its panels, query, key, row,
-      // whether it is seen, score before what is added, probability, what dropout multiplies it by).
+      // What operands make of this thread's pairs, by blocks of two rows and two columns: body(pair, which row).
       const auto each_pair = [&](const auto& body, const auto& end_of_block) {
         const Batch b = batch_row();
         const Pairs pairs = Pairs::make(p, b, n, p.mask(b));
@@ -207,21 +206,26 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
             const float added = pairs.added(i, j, seen[e / 2].has(other0 + lane.col(c_e)));
             const float score = pairs.score.template apply<Math>(ds_s[at], i, j);
             const bool visible = added != -INFINITY;
-            const float probability = visible ? power(score + added - statistic(lse_s, r_e, c_e)) : 0.0f;
             float factor = 1;
             if (pairs.dropout.present()) {
               factor = kept >> (kQueries ? e : e % 2 * 2 + e / 2) & 1 ? pairs.dropout.scale : 0.0f;
             }
-            body(at, i, j, e / 2, visible, pairs.score.slope(score), probability, factor);
+            body(Pair{.at = at,
+                      .query = i,
+                      .key = j,
+                      .visible = visible,
+                      .probability = visible ? power(score + added - statistic(lse_s, r_e, c_e)) : 0.0f,
+                      .factor = factor,
+                      .d_score = pairs.score.slope(score),
+                      .distance = pairs.addend.distance(i, j)},
+                 e / 2);
           }
           end_of_block(r);
         });
       };
       if constexpr (kValues) {
         if (!plain) {
-          each_pair([&](int at, int, int, int, bool, float, float probability,
-                        float factor) { p_s[at] = probability * factor; },
-                    [](int) {});
+          each_pair([&](const Pair& x, int) { p_s[x.at] = x.probability * x.factor; }, [](int) {});
         }
       }
       __syncwarp();  // P of this warp's rows is there; it is written again behind the barriers of the next tile
@@ -254,25 +258,25 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
           __syncwarp();  // this warp has done with P of its rows: dP takes its place
           store_elements(p_s, dp, lane);
           const ScoreGradients gradients = kQueries ? ScoreGradients::make(p, batch_row(), n) : ScoreGradients{};
-          const int off = p.mask(batch_row()).off;
           float slope[2] = {};
           each_pair(
-              [&](int at, int i, int j, int half, bool visible, float d_score, float probability, float factor) {
-                const float delta = delta_s[kQueries ? i - own0 : i - other0];
-                const float ds = visible ? probability * (p_s[at] * factor - delta) : 0.0f;
-                ds_s[at] = visible ? ds * d_score : 0.0f;
-                if (kQueries && visible) {
-                  gradients.add_bias(i, j, ds);
-                  slope[half] -= ds * fabsf(float(i + off - j));
+              [&](const Pair& x, int row) {
+                const float delta = delta_s[kQueries ? x.query - own0 : x.query - other0];
+                const float ds = x.visible ? x.probability * (p_s[x.at] * x.factor - delta) : 0.0f;
+                ds_s[x.at] = x.visible ? ds * x.d_score : 0.0f;
+                if (kQueries && x.visible) {
+                  gradients.add_bias(x.query, x.key, ds);
+                  slope[row] -= ds * x.distance;
                 }
               },
               [&](int r) {
                 if constexpr (kQueries) {
                   if (!gradients.slopes_g) return;
-                  for (float& of_row : slope) {
-                    const float share = row_sum(of_row);
-                    if (lane.tx == 0) slopes_s[lane.row(r + int(&of_row - slope))] += share;  // of no other thread
-                    of_row = 0;
+#pragma unroll
+                  for (int row = 0; row < 2; row++) {
+                    const float share = row_sum(slope[row]);
+                    if (lane.tx == 0) slopes_s[lane.row(r + row)] += share;  // of no other thread
+                    slope[row] = 0;
                   }
                 }
               });

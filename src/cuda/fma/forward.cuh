@@ -26,14 +26,12 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
   using Config = ForwardConfig<kHeadDim>;
   extern __shared__ __align__(1024) float shared[];
   float *const q_s = shared, *const kv_s = q_s + Config::kPanels * kPanel, *const p_s = kv_s + Config::kSlots * kPanel;
-
   Plan* const plan_s = reinterpret_cast<Plan*>(p_s + kPanel);
 
   const int head = blockIdx.x / tiles;
   const int i0 = (tiles - 1 - int(blockIdx.x) % tiles) * kSide;  // the last queries see most keys under a causal mask
-  const auto batch_row = [&] {
-    return p.batch(opaque(head) / p.N);
-  };  // anew wherever it is asked for: registers are full
+  // Worked out anew wherever they are asked for: registers are full.
+  const auto batch_row = [&] { return p.batch(opaque(head) / p.N); };
   const auto query_head = [&] { return opaque(head) % p.N; };
   const Mask mask = p.mask(batch_row());
   const auto live_k = mask.live_keys();

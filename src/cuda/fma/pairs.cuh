@@ -38,6 +38,16 @@ struct Pairs {
   }
 };
 
+// What a backward knows of a pair.
+struct Pair {
+  int at;  // of its element in panels
+  int query, key;
+  bool visible;
+  float probability, factor;  // 0 where it is not visible; what dropout multiplies it by
+  float d_score;              // of the score by the scaled product
+  float distance;             // that a slope multiplies
+};
+
 // Calls body(r, c) for this thread's blocks of elements (r, r + 1) x (c, c + 1).
 template <class Body>
 __device__ __forceinline__ void each_block(const Body& body) {
