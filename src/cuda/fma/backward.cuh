@@ -364,6 +364,7 @@ template <class Element, int kHeadDim, int kValueDim>
 Status backward(const Problem& p, cudaStream_t stream) {
   static_assert(std::is_same_v<Element, float> && kValueDim == kHeadDim);
   if (p.B == 0 || p.N == 0) return {};
+  if (p.T > 0 && !p.delta.present()) return {"a float32 backward needs its delta workspace"};
   if (p.T > 0) {
     if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   }
