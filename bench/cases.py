@@ -1,11 +1,13 @@
 """What is measured: shapes as plain data, and the arithmetic they cost. Knows nothing of implementations or clocks.
 
 A case is one attention call. Suites are lists of cases: `grid` is the FlashAttention-2 paper's (16k tokens, hidden size
-2048), `users` what most models call, `shapes` more of it, `adversarial` inputs that are hard for a softmax that goes
-block by block, `cpu` what a CPU can finish, `small` a smoke test.
+2048), `users` what most models call, `shapes` more of it, `features` packed sequences, documents and masks beside the
+plain calls that they are measured by, `adversarial` inputs that are hard for a softmax that goes block by block, `cpu`
+what a CPU can finish, `small` a smoke test.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -15,6 +17,8 @@ PASSES = ("fwd", "bwd", "step")
 # from this to 1. With 16, scores differ by tens of powers of two; with 64, by more than a float32 holds (2^127).
 GROWTH = {"rising": 16.0, "falling": 16.0, "rising_far": 64.0, "falling_far": 64.0}
 DATA = ("normal", "zero", *GROWTH)
+# How a call is told whom it may read, if not by is_causal and a window: segment ids, a bool array, or cu_seqlens.
+TOLD = ("", "ids", "mask", "varlen")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Case:
     window: int | None = None
     dtype: str = ""  # "": the device's usual one
     data: str = "normal"  # or another of DATA
+    parts: tuple[int, ...] = ()  # the lengths of documents that read nothing of each other; (): one document
+    told: str = ""  # or another of TOLD
 
     def __post_init__(self) -> None:
         for field, like in (("sk", "sq"), ("hk", "h"), ("dv", "d")):
@@ -41,6 +47,12 @@ class Case:
             raise ValueError(f"{self}: a window is measured with a causal mask only")
         if self.data not in DATA:
             raise ValueError(f"{self}: data must be one of {DATA}")
+        if self.told not in TOLD or (bool(self.parts) and self.told == ""):
+            raise ValueError(f"{self}: told must be one of {TOLD}, and not '' of parts")
+        if (self.told and self.sq != self.sk) or (self.parts and sum(self.parts) != self.sq):
+            raise ValueError(f"{self}: parts must fill the length, and queries and keys be as many")
+        if (self.told in ("ids", "varlen") and not self.parts) or (self.told == "varlen" and self.b != 1):
+            raise ValueError(f"{self}: {self.told} needs parts, varlen of one batch row")
 
     @property
     def label(self) -> str:
@@ -48,7 +60,7 @@ class Case:
         length = f"t{self.sq}" + (f"/{self.sk}" if self.sk != self.sq else "")
         width = f"d{self.d}" + (f"/{self.dv}" if self.dv != self.d else "")
         data = "" if self.data == "normal" else f" {self.data}"
-        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}"
+        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}{told(self.told, self.parts)}"
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -59,10 +71,33 @@ class Case:
 
     def kept(self) -> int:
         """How many (query, key) pairs the mask keeps in one head."""
+        if self.parts:
+            return sum(dataclasses.replace(self, sq=n, sk=n, parts=(), told="").kept() for n in self.parts)
         left, right, offset = self.bounds
         middle = np.arange(self.sq, dtype=np.int64) + offset
         first, last = np.maximum(middle - left, 0), np.minimum(middle + right, self.sk - 1)
         return int(np.maximum(last - first + 1, 0).sum())
+
+    def ids(self) -> np.ndarray:
+        """[sq]: the number of the document that a row belongs to."""
+        return np.repeat(np.arange(len(self.parts)), self.parts) if self.parts else np.zeros(self.sq, np.int64)
+
+    def starts(self) -> np.ndarray:
+        """[parts + 1]: where each document begins, and where the last one ends."""
+        return np.concatenate([[0], np.cumsum(self.parts)])
+
+    def mask(self) -> np.ndarray:
+        """bool [sq, sk]: whom each query reads."""
+        left, right, offset = self.bounds
+        middle, keys = np.arange(self.sq)[:, None] + offset, np.arange(self.sk)
+        keep = (keys >= middle - left) & (keys <= middle + right)
+        return keep & (self.ids()[:, None] == self.ids()) if self.parts else keep
+
+    def plain(self) -> "Case":
+        """The call that this one is measured by: its sequences as a batch, one document, or the mask by its name."""
+        equal = self.told == "varlen" and len(set(self.parts)) == 1
+        b, length = (len(self.parts), self.parts[0]) if equal else (self.b, self.sq)
+        return dataclasses.replace(self, b=b, sq=length, sk=length if self.told else self.sk, parts=(), told="")
 
     def flops(self, mode: str) -> float:
         """Two products forward (q k, p v), five backward (both again, dp, dq, dk): only kept pairs count."""
@@ -72,8 +107,14 @@ class Case:
 
     def row(self) -> dict:
         """The fields of a result row that name the case."""
-        keys = ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "data")
+        keys = ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told")
         return {key: getattr(self, key) for key in keys}
+
+
+def told(told: str, parts: tuple[int, ...]) -> str:
+    """What a label says of these fields: nothing where they are plain."""
+    runs = [f"{len(list(run))}x{length}" for length, run in itertools.groupby(parts)]
+    return "".join(f" {word}" for word in (told, "+".join(runs)) if word)
 
 
 def grid() -> list[Case]:
@@ -113,6 +154,21 @@ def shapes() -> list[Case]:
     ]
 
 
+def features() -> list[Case]:
+    found = []
+    for causal in (False, True):
+        documents = Case(b=1, sq=16384, h=16, d=128, causal=causal, parts=(1024,) * 16, told="ids")
+        equal = [
+            dataclasses.replace(documents, parts=(length,) * (16384 // length), told="varlen")
+            for length in (1024, 4096)
+        ]
+        skewed = Case(b=1, sq=32512, h=16, d=128, causal=causal, parts=(16384, *(256,) * 63), told="varlen")
+        found += [documents, *equal, skewed]
+    found += [Case(b=16384 // t, sq=t, h=16, d=128, causal=True, told="mask") for t in (4096, 8192, 16384)]
+    found.append(Case(b=1, sq=16384, h=16, d=128, causal=True, window=1024, told="mask"))
+    return list(dict.fromkeys(case for each in found for case in (each.plain(), each)))
+
+
 def adversarial() -> list[Case]:
     return [
         Case(b=4, sq=4096, h=2048 // d, d=d, causal=causal, data=data)
@@ -139,6 +195,9 @@ def small() -> list[Case]:
         Case(b=1, sq=40, sk=72, h=2, d=16, causal=False),
         Case(b=1, sq=130, h=2, d=24, causal=True, window=31),
         Case(b=1, sq=130, h=2, d=24, causal=False, data="rising_far"),
+        Case(b=2, sq=96, h=4, hk=2, d=32, causal=True, parts=(50, 1, 45), told="ids"),
+        Case(b=2, sq=96, h=4, hk=2, d=32, causal=True, window=20, told="mask"),
+        Case(b=1, sq=192, h=4, hk=2, d=32, causal=True, parts=(96, 96), told="varlen"),
     ]
 
 
@@ -146,6 +205,7 @@ SUITES = {
     "grid": grid,
     "users": users,
     "shapes": shapes,
+    "features": features,
     "adversarial": adversarial,
     "cpu": cpu,
     "small": small,

@@ -34,7 +34,7 @@ def x64() -> contextlib.AbstractContextManager:
     return enable_x64(True)
 
 
-def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
+def _answer(q, k, v, g, bounds, ids, scale, *, narrow, wide):
     """Attention and its gradient, operands rounded to `narrow` before each product, sums in `wide`."""
     left, right, offset, last_row, last_key = bounds
     scale = scale.astype(wide)
@@ -51,12 +51,14 @@ def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
         return x.reshape(heads * whole // ROWS, ROWS, x.shape[-1])
 
     rows = jnp.tile(jnp.arange(whole), heads).reshape(-1, ROWS, 1)
+    row_ids = jnp.tile(jnp.pad(ids[0], (0, whole - length)), heads).reshape(-1, ROWS, 1)
     keys = jnp.arange(k.shape[0])
 
     def step(sums, block):
-        i, q, g = block
+        i, own, q, g = block
         middle = i + offset
         keep = (i <= last_row) & (keys <= last_key) & (keys >= middle - left) & (keys <= middle + right)
+        keep = keep & (own == ids[1])
         s = jnp.where(keep, dot("id,jd->ij", q, k) * scale, -jnp.inf)
         top = jnp.max(s, axis=1, keepdims=True)
         e = jnp.where(keep, jnp.exp(s - jnp.where(jnp.isinf(top), 0, top)), 0)
@@ -70,7 +72,7 @@ def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
         return (dk + dot("ij,id->jd", ds, q) * scale, dv + dot("ij,id->jd", p, g)), (out, dq)
 
     zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
-    (dk, dv), (out, dq) = jax.lax.scan(step, zeros, (rows, blocks(q), blocks(g)))
+    (dk, dv), (out, dq) = jax.lax.scan(step, zeros, (rows, row_ids, blocks(q), blocks(g)))
 
     def joined(x):
         return x.reshape(heads, whole, -1)[:, :length]
@@ -80,10 +82,10 @@ def _answer(q, k, v, g, bounds, scale, *, narrow, wide):
 
 # Choosing the fastest product would take longer than any product does.
 @functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_gpu_autotune_level": 0})
-def _exact_and_excused(q, k, v, g, bounds, scale, dtype):
-    exact = _answer(q, k, v, g, bounds, scale, narrow=jnp.float64, wide=jnp.float64)
+def _exact_and_excused(q, k, v, g, bounds, ids, scale, dtype):
+    exact = _answer(q, k, v, g, bounds, ids, scale, narrow=jnp.float64, wide=jnp.float64)
     wide = jnp.float64 if dtype == "float64" else jnp.float32
-    plain = _answer(q, k, v, g, bounds, scale, narrow=dtype, wide=wide)
+    plain = _answer(q, k, v, g, bounds, ids, scale, narrow=dtype, wide=wide)
     eps = jnp.finfo(dtype).eps
     excused = [
         2 * jnp.max(jnp.abs(p.astype(e.dtype) - e)) + 8 * float(eps) * jnp.max(jnp.abs(e))
@@ -99,10 +101,16 @@ def padded(x: np.ndarray) -> np.ndarray:
     return np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - length), (0, max(256 - width, 0))])
 
 
+def _ids(case: Case, rows: int, keys: int) -> tuple[jax.Array, jax.Array]:
+    """The documents of rows and keys that zeros have padded. (Without parts the lengths may differ.)"""
+    own = case.ids() if case.parts else np.zeros(0, np.int64)
+    return tuple(jnp.asarray(np.pad(own, (0, size - own.size))) for size in (rows, keys))
+
+
 @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
-def _exact_heads(q, k, v, g, bounds, scale):
+def _exact_heads(q, k, v, g, bounds, ids, scale):
     def head(q, k, v, g):
-        out, dq, dk, dv = _answer(q[None], k, v, g[None], bounds, scale, narrow=jnp.float64, wide=jnp.float64)
+        out, dq, dk, dv = _answer(q[None], k, v, g[None], bounds, ids, scale, narrow=jnp.float64, wide=jnp.float64)
         return out[0], dq[0], dk, dv
 
     return jax.vmap(jax.vmap(head))(q, k, v, g)
@@ -114,7 +122,7 @@ def exact_heads(case: Case, inputs: dict[str, jax.Array]) -> dict[str, jax.Array
         wide = [jnp.swapaxes(x, 1, 2).astype(jnp.float64) for x in inputs.values()]
         wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, 256 - x.shape[-1])]) for x in wide]
         bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
-        exact = _exact_heads(*wide, bounds, jnp.asarray(case.d**-0.5))
+        exact = _exact_heads(*wide, bounds, _ids(case, case.sq, case.sk), jnp.asarray(case.d**-0.5))
     return dict(zip(Answer._fields, exact, strict=True))
 
 
@@ -132,7 +140,8 @@ class Check:
             arrays.append(padded(x) if jax.default_backend() == "gpu" else x)
         with x64():
             bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
-            exact, excused = _exact_and_excused(*arrays, bounds, jnp.asarray(case.d**-0.5), dtype=case.dtype)
+            ids = _ids(case, arrays[0].shape[1], arrays[1].shape[0])
+            exact, excused = _exact_and_excused(*arrays, bounds, ids, jnp.asarray(case.d**-0.5), dtype=case.dtype)
             sizes = ((case.sq, case.dv), (case.sq, case.d), (case.sk, case.d), (case.sk, case.dv))
             self.exact = Answer(*(np.asarray(x)[..., :t, :d] for x, (t, d) in zip(exact, sizes, strict=True)))
             self.excused = np.asarray(excused)

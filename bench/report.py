@@ -10,10 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from bench.cases import Case
+from bench.cases import Case, told
 
 OURS = "jax_flash2"
-KEYS = ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b", "data")
+KEYS = ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told")
+_PLAIN = {"data": "normal", "parts": (), "told": ""}  # of rows that were written before these fields were
 LOW = 0.95  # a cell whose ratio to its best rival is below this is named
 
 
@@ -47,14 +48,16 @@ def _cells(rows: Iterable[dict]) -> dict[tuple, dict[str, float]]:
 
 
 def _key(row: dict) -> tuple:
-    return tuple(row.get(x, "normal") if x == "data" else row[x] for x in KEYS)
+    values = ((_PLAIN | row)[x] for x in KEYS)
+    return tuple(tuple(x) if isinstance(x, list) else x for x in values)
 
 
 def _where(key: tuple) -> str:
-    _, d, dv, dtype, causal, window, sq, sk, h, hk, b, data = key
+    _, d, dv, dtype, causal, window, sq, sk, h, hk, b, data, parts, how = key
     mask = ("causal" if causal else "full") + (f" w{window}" if window is not None else "")
     width, length = f"d{d}" + (f"/{dv}" if dv != d else ""), f"t{sq}" + (f"/{sk}" if sk != sq else "")
-    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}" + ("" if data == "normal" else f" {data}")
+    data = "" if data == "normal" else f" {data}"
+    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}{data}{told(how, parts)}"
 
 
 def geometric_means(rows: list[dict]) -> list[dict]:
@@ -104,7 +107,8 @@ def best_rivals(rows: list[dict]) -> dict[tuple, tuple[str, float]]:
 
 def bars(rows: list[dict], meta: dict) -> str:
     """What is promised of the kernels, read off these rows: against the best rival of each cell, against the matrix
-    product, at lengths that are no multiple of a tile, and on inputs that are hard for a softmax."""
+    product, at lengths that are no multiple of a tile, on inputs that are hard for a softmax, and of packed sequences,
+    documents and masks against the plain call that each is measured by."""
     lines, best = [], best_rivals(rows)
     for mode in dict.fromkeys(key[0] for key in best):
         ratios = {key: x for key, x in best.items() if key[0] == mode}
@@ -131,6 +135,15 @@ def bars(rows: list[dict], meta: dict) -> str:
         if plain:
             ratio = plain["us"] / row["us"]
             lines.append(f"data: {ratio:.3f} of the speed on normal inputs, {row['mode']} {_where(key)}")
+        if row.get("told"):
+            case = Case(**{x: value for x, value in zip(KEYS, key, strict=True) if x != "mode"})
+            plain = ours.get(_key({"mode": row["mode"], **case.plain().row()}))
+            if plain:
+                pairs = case.b * case.kept() / (case.plain().b * case.plain().kept())
+                lines.append(
+                    f"{case.told}: {row['us'] / plain['us']:.3f} of the time of {case.plain().label}, for {pairs:.3f} "
+                    f"of its pairs, {row['mode']} {_where(key)}"
+                )
     return "\n".join(lines or ["no cell that a promise speaks of"])
 
 
@@ -162,6 +175,7 @@ def markdown(results: dict) -> str:
         mask = ("causal" if row["causal"] else "full") + (f", window {row['window']}" if row["window"] else "")
         length = f"{row['sq']}" if row["sq"] == row["sk"] else f"{row['sq']} / {row['sk']}"
         mask += "" if row.get("data", "normal") == "normal" else f", {row['data']}"
+        mask += told(row.get("told", ""), tuple(row.get("parts", ())))
         width = row["d"] if row["d"] == row["dv"] else f"{row['d']} / {row['dv']}"
         key = (row["mode"], row["dtype"], width, mask, length, f"{row['h']} / {row['hk']}", row["b"])
         cell = cells.setdefault(key, {})

@@ -5,17 +5,17 @@ Found at run time: an absent one says why. Ours is one of them and gets no speci
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cases import GROWTH, Case
+from bench.cases import GROWTH, TOLD, Case
 from bench.timing import Timer
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attention = Callable[..., jax.Array]  # of query, key, value and what else the case needs
 Inputs = dict[str, jax.Array]  # query, key, value, dout
 
 
@@ -83,8 +83,9 @@ class Loaded:
 
 
 class JaxLoaded(Loaded):
-    def __init__(self, attention: Attention, inputs: Inputs):
+    def __init__(self, attention: Attention, inputs: Inputs, operands: Sequence[jax.Array] = ()):
         self._qkv, self._dout = (inputs["query"], inputs["key"], inputs["value"]), inputs["dout"]
+        self._operands = operands  # arguments of the program, so that nothing of them is computed while compiling
         self._attention = attention
         self._calls: dict[str, Callable[[], Any]] = {}
 
@@ -94,23 +95,27 @@ class JaxLoaded(Loaded):
         return self._calls[mode]
 
     def _make(self, mode: str) -> Callable[[], Any]:
-        qkv, dout = self._qkv, self._dout
+        qkv, dout, operands = self._qkv, self._dout, self._operands
+
+        def pulled(qkv: Any, *operands: Any) -> Any:
+            return jax.vjp(lambda *x: self._attention(*x, *operands), *qkv)
+
         if mode == "fwd":
             forward = jax.jit(self._attention)
-            return lambda: forward(*qkv)
+            return lambda: forward(*qkv, *operands)
         if mode == "bwd":
             # The vjp is a pytree of its residuals: made once, they enter the backward program as arguments. Taken
             # apart here, because doing so at every call would cost a short backward more than its dispatch.
-            _, pullback = jax.jit(lambda *x: jax.vjp(self._attention, *x))(*qkv)
+            _, pullback = jax.jit(pulled)(qkv, *operands)
             residuals, tree = jax.tree.flatten(pullback)
             backward = jax.jit(lambda dout, *residuals: jax.tree.unflatten(tree, residuals)(dout))
             return lambda: backward(dout, *residuals)
 
-        def loss(query, key, value, dout):
-            return jnp.sum(self._attention(query, key, value).astype(jnp.float32) * dout.astype(jnp.float32))
+        def loss(query, key, value, dout, *operands):
+            return jnp.sum(self._attention(query, key, value, *operands).astype(jnp.float32) * dout.astype(jnp.float32))
 
         step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        return lambda: step(*qkv, dout)
+        return lambda: step(*qkv, dout, *operands)
 
     def timer(self, mode: str) -> Timer:
         return Timer(self._call(mode), jax.block_until_ready, queued=on_gpu())
@@ -128,6 +133,7 @@ class JaxImplementation(Implementation):
     gpu_only = True
     half_only = True
     bottom_right = False  # where a causal mask of unequal lengths is aligned
+    told = ("",)  # which of cases.TOLD it can be told
 
     def missing(self) -> str | None:
         if self.gpu_only and not on_gpu():
@@ -143,31 +149,55 @@ class JaxImplementation(Implementation):
             return f"serves 16-bit inputs only, not {case.dtype}"
         if case.causal and case.sq != case.sk and not self.bottom_right:
             return "aligns a causal mask of unequal lengths top-left"
+        if case.told not in self.told:
+            return f"is not asked for {case.told}"
         return None
 
     def attention(self, case: Case) -> Attention:
         raise NotImplementedError
 
+    def operands(self, case: Case) -> list[np.ndarray]:
+        """What `attention` takes behind query, key and value."""
+        return []
+
     def load(self, case: Case, inputs: Inputs) -> Loaded:
-        return JaxLoaded(self.attention(case), inputs)
+        return JaxLoaded(self.attention(case), inputs, [jnp.asarray(x) for x in self.operands(case)])
 
 
 class Ours(JaxImplementation):
     name, about = "jax_flash2", "this package"
     module, gpu_only, half_only, bottom_right = "jax_flash2", False, False, True
+    told = TOLD
 
     def attention(self, case: Case) -> Attention:
         from jax_flash2 import attention
 
         window = None if case.window is None else (case.window, None)
         alignment = "bottom_right" if case.causal else None
-        return lambda q, k, v: attention(
-            q, k, v, is_causal=case.causal, causal_alignment=alignment, local_window_size=window
-        )
+        bounds = {"is_causal": case.causal, "causal_alignment": alignment, "local_window_size": window}
+        if case.told == "mask":
+            return lambda q, k, v, mask: attention(q, k, v, mask=mask)
+        if case.told == "ids":
+            return lambda q, k, v, ids: attention(q, k, v, query_segment_ids=ids, key_value_segment_ids=ids, **bounds)
+        if case.told == "varlen":
+            from jax_flash2 import varlen_attention
+
+            longest = max(case.parts)
+            return lambda q, k, v, starts: varlen_attention(
+                q[0], k[0], v[0], starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, **bounds
+            )[None]
+        return lambda q, k, v: attention(q, k, v, **bounds)
+
+    def operands(self, case: Case) -> list[np.ndarray]:
+        ids = np.broadcast_to(case.ids().astype(np.int32), (case.b, case.sq))
+        given = {"ids": ids, "varlen": case.starts().astype(np.int32)}
+        return [case.mask()[None, None]] if case.told == "mask" else [given[case.told]] if case.told else []
 
 
 class JaxNN(JaxImplementation):
     """jax.nn.dot_product_attention; `xla` materialises the scores."""
+
+    told = TOLD
 
     def __init__(self, implementation: str):
         self._implementation = implementation
@@ -181,7 +211,14 @@ class JaxNN(JaxImplementation):
             return f"materialises its scores: {scores / 1e9:.0f} GB"
         return super().refuses(case)
 
+    def operands(self, case: Case) -> list[np.ndarray]:
+        return [case.mask()[None, None]] if case.told else []
+
     def attention(self, case: Case) -> Attention:
+        if case.told:  # all of it as one mask
+            return lambda q, k, v, mask: jax.nn.dot_product_attention(
+                q, k, v, mask=mask, implementation=self._implementation
+            )
         window = None if case.window is None else (case.window, 0)
         return lambda q, k, v: jax.nn.dot_product_attention(
             q, k, v, is_causal=case.causal, local_window_size=window, implementation=self._implementation

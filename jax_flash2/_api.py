@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks, _options, _spans, reference
+from jax_flash2 import _checks, _options, _packing, reference
 from jax_flash2._spec import AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
@@ -155,7 +155,7 @@ def attend(
     out, lse = result
     lse = jnp.swapaxes(lse, -1, -2)
     if call.packing is not None and call.sinks is not None:  # to a kernel a row in no sequence is like one without keys
-        lse = jnp.where(_spans.in_sequence(call.packing, lse.shape[0])[:, None], lse, -jnp.inf)
+        lse = jnp.where(_packing.in_sequence(call.packing, lse.shape[0])[:, None], lse, -jnp.inf)
     return out, lse
 
 
@@ -266,7 +266,7 @@ def _extras(call: _checks.Call) -> Extras:
     key_spans = query_spans = positions = None
     if call.packing is not None:
         T, S, bottom_right = call.query.shape[-3], call.key.shape[-3], call.bottom_right
-        spans = _spans.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
+        spans = _packing.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
         key_spans, query_spans, positions = spans
     return Extras(
         scale=call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None,
@@ -274,7 +274,7 @@ def _extras(call: _checks.Call) -> Extras:
         key_lens=call.key_lengths,
         mask=call.mask,
         query_ids=call.query_ids,
-        key_ids=call.key_ids,
+        key_ids=None if call.key_ids is call.query_ids else call.key_ids,
         bias=bias,
         alibi_slopes=slopes,
         sinks=sinks,

@@ -96,6 +96,10 @@ def check(
     if rate > 0 and dropout_rng is None:
         raise ValueError(f"dropout_rate is {rate} but dropout_rng is None. Pass a jax.random key, or dropout_rate=0.")
 
+    query_ids = _integers("query_segment_ids", query_segment_ids, batch, (("T", T),), -1, 2**31 - 1)
+    key_ids = query_ids  # one array stays one: what has the same ids on both sides is cheaper
+    if key_value_segment_ids is not query_segment_ids or T != S:
+        key_ids = _integers("key_value_segment_ids", key_value_segment_ids, batch, (("S", S),), -1, 2**31 - 1)
     score_axes = (("N", N), ("T", T), ("S", S))
     return Call(
         query=q,
@@ -112,8 +116,8 @@ def check(
         sinks=_operand("sinks", sinks, batch, (("N", N),), jnp.floating),
         query_lengths=_integers("query_seq_lengths", query_seq_lengths, batch, (), 0, T),
         key_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, batch, (), 0, S),
-        query_ids=_integers("query_segment_ids", query_segment_ids, batch, (("T", T),), -1, 2**31 - 1),
-        key_ids=_integers("key_value_segment_ids", key_value_segment_ids, batch, (("S", S),), -1, 2**31 - 1),
+        query_ids=query_ids,
+        key_ids=key_ids,
         dropout_rate=rate,
         dropout_rng=None if dropout_rng is None else _options.rng(dropout_rng),
     )

@@ -15,7 +15,7 @@ from jax import ffi
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
-from jax_flash2 import _compat, _native, _reads, _sharding
+from jax_flash2 import _compat, _native, _reads, _sharding, _spans
 from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
@@ -30,9 +30,9 @@ def lower(
     operands: tuple[str, ...],
     spec: AttentionSpec,
     implementation: str | None,
-    cleared: bool = False,
+    prepared: bool = False,
 ) -> Any:
-    """The lowering rule of both primitives for "cpu" and "cuda". cleared: its operands have been through `_reads`."""
+    """The lowering rule of both primitives for "cpu" and "cuda". prepared: its operands are those of `_prepared`."""
     if implementation not in (None, platform):
         raise NotImplementedError(
             f"implementation={implementation!r} was asked for, but this program is compiled for {platform!r}: "
@@ -50,10 +50,12 @@ def lower(
             primitive, operands, ctx.avals_in, devices, spec=spec, implementation=implementation
         )
         return _compat.lower_partitioned(call, ctx, *values)
-    if platform == "cuda" and not cleared and _reads.removes_pairs(operands):
-        clear = functools.partial(_cleared, primitive, operands)
-        return mlir.lower_fun(clear)(ctx, *values, spec=spec, implementation=implementation)
+    if platform == "cuda" and not prepared and any(name in operands for name in ("mask", "query_ids", "bias")):
+        prepare = functools.partial(_prepared, primitive, operands)
+        return mlir.lower_fun(prepare)(ctx, *values, spec=spec, implementation=implementation)
     given = dict(zip(operands, values, strict=True))
+    if "query_ids" in given and "key_ids" not in given:
+        given["key_ids"], dims.avals["key_ids"] = given["query_ids"], dims.avals["query_ids"]
     taken = _up_to_last(OPERANDS[primitive.name], given)
     avals_in = [dims.avals.get(name, dims.absent(name)) for name in taken]
     arrays_in = [
@@ -100,10 +102,15 @@ def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) 
     ]
 
 
-def _cleared(primitive: Any, operands: tuple[str, ...], *xs: Any, spec: AttentionSpec, **params: Any) -> list[Any]:
-    """NaN where nobody looks would reach results by 0 * NaN in a product."""
-    xs = tuple(_reads.cleared(operands, xs, spec))
-    return primitive.bind(*xs, operands=operands, spec=spec, cleared=True, **params)  # type: ignore[no-any-return]
+def _prepared(primitive: Any, operands: tuple[str, ...], *xs: Any, spec: AttentionSpec, **params: Any) -> list[Any]:
+    """NaN where nobody looks would reach results by 0 * NaN in a product, so kernels must know who looks: by spans, or,
+    where heads differ, by zeros in a copy."""
+    spans = _spans.of(operands, xs, spec) if _spans.has_source(operands) else {}
+    heads = Dims(operands, xs).avals["mask"].shape[-3] if "mask" in operands else 1
+    if "bias" in operands or heads != 1 or not spans:
+        xs = tuple(_reads.cleared(operands, xs, spec))
+    operands, xs = (*operands, *spans), (*xs, *spans.values())
+    return primitive.bind(*xs, operands=operands, spec=spec, prepared=True, **params)  # type: ignore[no-any-return]
 
 
 def _is_wide(name: str) -> bool:

@@ -1,7 +1,8 @@
 """Which queries read a key at all, and which keys a query reads at all, where operands remove pairs one by one.
 
-What is dead may hold NaN, and 0 times NaN is NaN in a matrix product: the CUDA kernels, which know the bounds of
-lengths and windows alone, are given zeros for it. Two reductions that XLA fuses: nothing of size T x S is kept.
+What is dead may hold NaN, and 0 times NaN is NaN in a matrix product: the CUDA kernels, which know what all heads have
+in common (lengths, windows, spans), are given zeros for what a bias, or a mask for each head, leaves dead. Two
+reductions that XLA fuses: nothing of size T x S is kept.
 """
 
 from collections.abc import Sequence
@@ -14,17 +15,11 @@ from jax_flash2 import _mask
 from jax_flash2._arrays import Dims
 from jax_flash2._spec import AttentionSpec
 
-_REMOVING = ("mask", "query_ids", "key_ids", "bias")
-
-
-def removes_pairs(operands: Sequence[str]) -> bool:
-    return any(name in operands for name in _REMOVING)
-
 
 def cleared(operands: Sequence[str], xs: Sequence[Any], spec: AttentionSpec) -> list[Any]:
     """The operands with zeros for what nobody reads and what reads nothing."""
     dims = Dims(operands, xs)
-    keep = _keep(dict(zip(operands, xs, strict=True)), dims, spec)
+    keep = pairs(dict(zip(operands, xs, strict=True)), dims, spec)
     reads = jnp.swapaxes(jnp.any(keep, -1), -1, -2)[..., None]  # [*#B, T, #N, 1]
     K = dims.sizes["K"]
     heads = jnp.broadcast_to(keep, (*keep.shape[:-3], dims.sizes["N"], *keep.shape[-2:]))
@@ -41,7 +36,7 @@ def cleared(operands: Sequence[str], xs: Sequence[Any], spec: AttentionSpec) -> 
     return [clear(name, x) for name, x in zip(operands, xs, strict=True)]
 
 
-def _keep(x: dict[str, Any], dims: Dims, spec: AttentionSpec) -> jax.Array:
+def pairs(x: dict[str, Any], dims: Dims, spec: AttentionSpec) -> jax.Array:
     """[*#B, #N, T, S]: whether a query reads a key."""
     T, S = dims.sizes["T"], dims.sizes["S"]
     i, j = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)
@@ -50,7 +45,7 @@ def _keep(x: dict[str, Any], dims: Dims, spec: AttentionSpec) -> jax.Array:
     if "mask" in x:
         keep = keep & x["mask"]
     if "query_ids" in x:
-        query_ids, key_ids = x["query_ids"][..., None, :, None], x["key_ids"][..., None, None, :]
+        query_ids, key_ids = x["query_ids"][..., None, :, None], x.get("key_ids", x["query_ids"])[..., None, None, :]
         keep = keep & (query_ids == key_ids) & (query_ids >= 0)
     if "bias" in x:
         keep = keep & (x["bias"] != -jnp.inf)

@@ -29,7 +29,7 @@ class Extras(NamedTuple):
     key_lens: Any = None
     mask: Any = None
     query_ids: Any = None
-    key_ids: Any = None
+    key_ids: Any = None  # query_ids without key_ids: one array for both
     bias: Any = None
     alibi_slopes: Any = None
     sinks: Any = None

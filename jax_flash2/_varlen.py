@@ -1,7 +1,7 @@
 """varlen_attention: sequences of any lengths, one behind the other in arrays without padding.
 
 To a kernel the pack is one long sequence whose mask is given row by row. Knows the public keywords; must not know how
-that mask is made (that is _spans) nor how a call runs (that is _api).
+that mask is made (that is _packing) nor how a call runs (that is _api).
 """
 
 from typing import Any

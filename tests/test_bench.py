@@ -16,7 +16,7 @@ sys.path.append(str(ROOT))  # last, so that an installed jax_flash2 goes before 
 from bench import accuracy, cases, report, run, supervise  # noqa: E402
 from bench.check import Check  # noqa: E402
 from bench.results_file import ResultsFile  # noqa: E402
-from bench.rivals import Implementation, JaxImplementation, JaxNN, find, make_inputs  # noqa: E402
+from bench.rivals import Implementation, JaxImplementation, JaxNN, Ours, find, make_inputs  # noqa: E402
 from bench.timing import Budget, Figure, Protocol  # noqa: E402
 
 
@@ -40,7 +40,25 @@ def test_kept_pairs_are_those_of_the_mask(case):
         keep &= j <= i + case.sk - case.sq
     if case.window is not None:
         keep &= j >= i + case.sk - case.sq - case.window
+    if case.parts:
+        documents = np.repeat(range(len(case.parts)), case.parts)
+        keep &= documents[:, None] == documents
     assert case.kept() == keep.sum()
+    np.testing.assert_array_equal(case.mask(), keep)
+
+
+def test_cases_of_features_have_something_to_be_measured_by():
+    listed = cases.features()
+    assert len(set(listed)) == len({case.label for case in listed}) == len(listed)
+    assert {case.told for case in listed} == set(cases.TOLD)
+    for case in listed:
+        assert case.plain() in listed
+        assert case.told or case == case.plain()
+    for case in listed:  # the same work, but for the pairs between documents
+        if case.told == "mask" or (case.told == "varlen" and len(set(case.parts)) == 1):
+            assert case.flops("step") == case.plain().flops("step")
+    with pytest.raises(ValueError, match="must fill the length"):
+        cases.Case(b=1, sq=9, h=1, d=8, causal=False, parts=(4, 4), told="ids")
 
 
 def test_flops_of_the_paper():
@@ -58,7 +76,7 @@ def test_the_grid_holds_16k_tokens_of_2048_channels():
 class Broken(JaxImplementation):
     """jax.nn's attention with a fault."""
 
-    name, gpu_only, half_only = "broken", False, False
+    name, gpu_only, half_only, told = "broken", False, False, cases.TOLD
 
     def __init__(self, fault):
         self.fault = fault
@@ -71,7 +89,12 @@ class Broken(JaxImplementation):
             return lambda q, k, v: right(q, k, v).at[..., -1, :, 0].set(np.nan)
         if self.fault == "gradient":
             return lambda q, k, v: right(q, k, v) + 0.02 * (k - jax.lax.stop_gradient(k)).sum()
+        if self.fault == "mask":
+            return lambda q, k, v, mask: right(q, k, v, mask | (np.arange(case.sk) == 0))
         return right
+
+    def operands(self, case):
+        return JaxNN("xla").operands(case)
 
 
 @pytest.mark.parametrize("case", [*SMALL, dataclasses.replace(SMALL[0], dtype="bfloat16")], ids=lambda c: c.label)
@@ -80,6 +103,14 @@ def test_a_right_answer_passes(case):
     loaded = Broken(None).load(case, inputs)
     for mode in cases.PASSES:
         assert Check(case, inputs, 3).fault(loaded.answer(mode)) is None
+
+
+@pytest.mark.parametrize("case", [x for x in SMALL if x.told], ids=lambda c: c.label)
+def test_a_call_that_reads_too_much_is_not_timed(case):
+    bench = run.Run([Broken("mask"), JaxNN("xla"), Ours()], ["fwd", "step"], QUICK, seed=0)
+    timers = bench.prepare(case)
+    assert [list(x) for x in timers.values()] == [["jax_xla", "jax_flash2"]] * 2
+    assert {(x["impl"], x["reason"][:5]) for x in bench.left_out} == {("broken", "wrong")}
 
 
 @pytest.mark.parametrize(("fault", "mode"), [("scale", "fwd"), ("scale", "bwd"), ("nan", "fwd"), ("gradient", "step")])
@@ -139,6 +170,22 @@ def test_bars_are_read_off_the_rows():
     assert "geometric mean 1.006, lowest 0.900, 2 cells, 1 below 0.95" in said
     assert "0.900 (a) float32 d16 causal t1000 h2/2 b1" in said
     assert f"T = 1000 at {rows[0]['tflops'] / rows[3]['tflops']:.3f} of T = 1024" in said
+
+
+def test_bars_of_features_are_read_off_the_rows():
+    rows = []
+    documents = cases.Case(b=1, sq=64, h=2, d=16, causal=False, dtype="float32", parts=(16,) * 4, told="ids")
+    masked = cases.Case(b=1, sq=64, h=2, d=16, causal=True, dtype="float32", told="mask")
+    for case, us in ((documents, 3.0), (documents.plain(), 10.0), (masked, 6.6), (masked.plain(), 6.0)):
+        row = {"impl": "jax_flash2", "mode": "fwd", **case.row(), "us": us, "tflops": 1.0, "of_matmul": 0.5}
+        rows.append(json.loads(json.dumps(row)))
+    said = report.bars(rows, {"matmul": {"tflops": 700.0}})
+    assert f"ids: 0.300 of the time of {documents.plain().label}, for 0.250 of its pairs, fwd" in said
+    assert f"mask: 1.100 of the time of {masked.plain().label}, for 1.000 of its pairs, fwd {masked.label}" in said
+    assert "4x16" in documents.label
+    assert "mask" in report.markdown(
+        {"rows": rows, "meta": {"matmul": {"tflops": 1, "what": ""}, "command": "", "device": ""}}
+    )
 
 
 @pytest.mark.parametrize("data", cases.DATA)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_flash2 import _spans, attention, varlen_attention
+from jax_flash2 import _packing, attention, varlen_attention
 
 # Each in two dtypes, in turn.
 _IN_TURN = list(zip(packs.PACKS, itertools.cycle([("float32", "bfloat16"), ("float64", "float16")])))
@@ -104,7 +104,7 @@ def test_spans_are_the_mask(rng, window, bottom_right):
     starts = [np.sort(rng.integers(0, n + 1, (packs_, B + 1)), -1) for n in (T, S)]
     lengths = [rng.integers(0, np.diff(x) + 1) if i else np.diff(x) for i, x in enumerate(starts)]
     packing = [jnp.asarray(x, jnp.int32) for x in (*starts, *lengths)]
-    make = functools.partial(_spans.packed, queries=T, keys=S, window=window, bottom_right=bottom_right)
+    make = functools.partial(_packing.packed, queries=T, keys=S, window=window, bottom_right=bottom_right)
     key_spans, query_spans, positions = map(np.asarray, jax.vmap(make)(packing))
     for x in range(packs_):
         keep = np.zeros((T, S), bool)

@@ -1,0 +1,74 @@
+"""Packed sequences row by row: the operands key_spans, query_spans and positions of src/core/spec.h, made in jax.numpy.
+
+O(T + S) work and memory, whatever the masks hold. Knows no keyword of the public API and no kernel.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+_FAR = 2**29  # a window side without a bound: more than any length, and sums of three fit an int32
+
+
+@functools.partial(jax.jit, static_argnames=("queries", "keys", "window", "bottom_right"))
+def packed(
+    packing: tuple[jax.Array, ...],
+    *,
+    queries: Any,
+    keys: Any,
+    window: tuple[int | None, int | None],
+    bottom_right: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(key_spans [queries, 2], query_spans [keys, 2], positions [queries]) of sequences that lie one behind the other.
+
+    packing: query_starts and key_starts [B + 1], B > 0, in [0, queries | keys] and never decreasing; query_lengths and
+    key_lengths [B], which end before the next start. window: (left, right), None for an open side.
+    """
+    query_starts, key_starts, query_lengths, key_lengths = packing
+    shift = key_lengths - query_lengths if bottom_right else jnp.zeros_like(key_lengths)
+    before, after = (_FAR if side is None else side for side in window)
+    mine, other = (query_starts, query_lengths), (key_starts, key_lengths)
+    key_spans, positions = _packed_side(*mine, *other, shift, queries, before, after)
+    query_spans, _ = _packed_side(*other, *mine, -shift, keys, after, before)
+    return key_spans, query_spans, positions
+
+
+@functools.partial(jax.jit, static_argnames="queries")
+def in_sequence(packing: tuple[jax.Array, ...], queries: Any) -> jax.Array:
+    """bool [queries]: whether a query is a used one of a sequence."""
+    query_starts, _, query_lengths, _ = packing
+    b = _sequence(query_starts, queries)
+    index = jnp.arange(queries, dtype=jnp.int32) - query_starts[b]
+    return (index >= 0) & (index < query_lengths[b])
+
+
+def _packed_side(
+    starts: Any, lengths: Any, other_starts: Any, other_lengths: Any, shift: Any, size: Any, before: int, after: int
+) -> tuple[jax.Array, jax.Array]:
+    """The span of each row of one side, [size, 2], and where the row stands on the other, [size].
+
+    Rows in no sequence have an empty span between those of their neighbours, so that neither end ever decreases.
+    """
+    b = _sequence(starts, size)
+    of_each = (starts[:-1], lengths, other_starts[:-1], other_lengths, shift)
+    start, length, low, others, shift = (x.at[b].get(mode="promise_in_bounds") for x in of_each)
+    index, high = jnp.arange(size, dtype=jnp.int32) - start, low + others
+    position = low + index + shift
+    begin, end = jnp.clip(position - before, low, high), jnp.clip(position + after + 1, low, high)
+    inside = (index >= 0) & (index < length)
+    nearest = jnp.where(index < 0, low, high)
+    begin, end = jnp.where(inside, begin, nearest), jnp.where(inside, end, nearest)
+    return jnp.stack([jnp.where(begin < end, begin, ~begin), end], axis=-1), position
+
+
+def _sequence(starts: jax.Array, size: Any) -> jax.Array:
+    """[size]: the sequence that a row lies in, or the one before or behind it."""
+    count = starts.shape[0]
+    if isinstance(count, int) and count <= 64:  # one loop over rows; above that XLA's may keep all it compares
+        row = jnp.arange(size, dtype=jnp.int32)[:, None]
+        reached = jnp.sum(starts <= row, -1, dtype=jnp.int32)
+    else:
+        reached = jnp.cumsum(jnp.zeros(size + 1, jnp.int32).at[starts].add(1))[:-1]
+    return jnp.clip(reached - 1, 0, count - 2)
