@@ -4,6 +4,8 @@ Who reads whom is compared pair by pair, and the rules of src/core/spec.h one by
 same answer as one without is seen on the CPU, whose kernels take them too.
 """
 
+import functools
+import itertools
 import re
 
 import cases
@@ -27,9 +29,14 @@ def _spans_of(T, S, spec, heads=2, batch=(), **operands):
         "k": np.zeros((*batch, S, heads, 8)),
         "v": np.zeros((*batch, S, heads, 8)),
     }
-    names = [*xs, *operands]
-    arrays = [*xs.values(), *map(jnp.asarray, operands.values())]
-    return {name: np.asarray(x) for name, x in _spans.of(names, arrays, spec).items()}
+    run = _compiled((*xs, *operands), spec)
+    return {name: np.asarray(x) for name, x in run(*xs.values(), *operands.values()).items()}
+
+
+@functools.cache
+def _compiled(names, spec):
+    options = {"xla_backend_optimization_level": 0}  # half the time to compile
+    return jax.jit(lambda *xs: _spans.of(names, xs, spec), compiler_options=options)
 
 
 def _bounds(T, S, spec, query_lens, key_lens):
@@ -122,25 +129,29 @@ KINDS = ("sorted", "zeros behind", "largest", "any")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
 def test_ids(rng, kind, lengths):
-    exact = []
-    for _ in range(20):
-        T, S, spec = 13, int(rng.choice([13, 19])), _random_spec(rng)
-        shared, batch = (int(rng.choice([1, 3])), 2), (3, 2)
-        same = S == T and rng.random() < 0.5
-        operands = {}
-        for name, n in (("query_ids", T), *([] if same else [("key_ids", S)])):
-            operands[name] = np.stack([_documents(rng, n, kind) for _ in range(np.prod(shared))]).reshape(*shared, n)
-        if lengths:
-            operands |= {
-                "query_lens": rng.integers(0, T + 2, (3, 1)).astype(np.int32),
-                "key_lens": rng.integers(0, S + 2, (1, 2)).astype(np.int32),
-            }
-        exact.append(_check(_spans_of(T, S, spec, batch=batch, **operands), T, S, spec, **operands))
+    exact, T, batch = [], 13, (3, 2)
+    for same, S, shared in ((True, T, (3, 2)), (True, T, (1, 2)), (False, T, (1, 2)), (False, 19, (3, 2))):
+        for spec, _ in itertools.product([_random_spec(rng), _random_spec(rng)], range(8)):
+            operands = {}
+            for name, n in (("query_ids", T), *([] if same else [("key_ids", S)])):
+                operands[name] = np.stack([_documents(rng, n, kind) for _ in range(np.prod(shared))])
+                operands[name] = operands[name].reshape(*shared, n)
+            if lengths:
+                operands |= _lengths(rng, T, S)
+            exact.append(_check(_spans_of(T, S, spec, batch=batch, **operands), T, S, spec, **operands))
     exact = np.concatenate([x.ravel() for x in exact])
     if kind == "any":
         assert exact.mean() < 0.2
     elif kind != "zeros behind":  # there, sides that begin with other documents may not be in one order
         assert exact.all()
+
+
+def _lengths(rng, T, S):
+    """Shared along one batch axis of (3, 2) each; some are 0, and some past the end."""
+    return {
+        "query_lens": rng.integers(0, T + 2, (3, 1)).astype(np.int32),
+        "key_lens": rng.integers(0, S + 2, (1, 2)).astype(np.int32),
+    }
 
 
 def test_ids_of_self_attention_with_zeros_behind():
@@ -165,23 +176,18 @@ SHARED = [(3, 2, 2, 11, 17), (1, 2, 1, 11, 17), (3, 1, 2, 1, 17), (3, 2, 1, 1, 1
 @pytest.mark.parametrize("with_ids", [False, True], ids=["alone", "ids"])
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
 def test_masks(rng, with_ids, lengths):
-    for _ in range(30):
-        T, S, spec = 11, 17, _random_spec(rng)
-        batch = (3, 2)
-        sizes = SHARED[int(rng.integers(len(SHARED)))]
-        mask = rng.random(sizes) < rng.choice([0.02, 0.3, 0.8, 0.99])
-        operands = {"mask": mask}
-        if with_ids:
-            operands |= {
-                "query_ids": _documents(rng, T, rng.choice(KINDS))[None, None],
-                "key_ids": np.stack([_documents(rng, S, rng.choice(KINDS)) for _ in range(2)])[None],
-            }
-        if lengths:
-            operands |= {
-                "query_lens": rng.integers(0, T + 2, (3, 1)).astype(np.int32),
-                "key_lens": rng.integers(0, S + 2, (1, 2)).astype(np.int32),
-            }
-        _check(_spans_of(T, S, spec, batch=batch, **operands), T, S, spec, **operands)
+    T, S = 11, 17
+    for sizes in SHARED:
+        for spec, _ in itertools.product([_random_spec(rng), _random_spec(rng)], range(6)):
+            operands = {"mask": rng.random(sizes) < rng.choice([0.02, 0.3, 0.8, 0.99])}
+            if with_ids:
+                operands |= {
+                    "query_ids": _documents(rng, T, rng.choice(KINDS))[None, None],
+                    "key_ids": np.stack([_documents(rng, S, rng.choice(KINDS)) for _ in range(2)])[None],
+                }
+            if lengths:
+                operands |= _lengths(rng, T, S)
+            _check(_spans_of(T, S, spec, batch=(3, 2), **operands), T, S, spec, **operands)
 
 
 I, J = np.arange(40)[:, None], np.arange(40)
