@@ -49,7 +49,7 @@ struct Extras {
 };
 
 // What a kernel's body knows of: bounds that hold for all rows of a batch row, with a scale known to be positive; spans in
-// their place; and what acts on every score, or pair.
+// their place, and operands that remove pairs; and what acts on every score.
 enum class Body : uint8_t { kPlain, kSpans, kGeneral };
 
 struct Problem {
@@ -171,9 +171,8 @@ struct Problem {
   bool ragged() const { return extras.query_lens.present() || extras.key_lens.present() || has_spans(); }
 
   Body body() const {
-    const bool acts =
-        extras.scale.present() || spec.scale <= 0 || spec.softcap != 0 || removes_pairs() || elementwise();
-    return acts ? Body::kGeneral : has_spans() ? Body::kSpans : Body::kPlain;
+    if (extras.scale.present() || spec.scale <= 0 || spec.softcap != 0 || elementwise()) return Body::kGeneral;
+    return has_spans() || removes_pairs() ? Body::kSpans : Body::kPlain;
   }
 };
 

@@ -386,8 +386,8 @@ void check_problem() {
   for (Tensor* operand : {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.sinks,
                           &p.extras.seeds}) {
     operand->data = cells;
-    expect(p.body() == Body::kGeneral && (p.elementwise() || p.removes_pairs()), none,
-           "nor is what operands do to pairs");
+    expect(p.body() == (p.removes_pairs() ? Body::kSpans : Body::kGeneral) && (p.elementwise() || p.removes_pairs()),
+           none, "nor is what operands do to pairs");
     operand->data = nullptr;
   }
   p.extras.bias = {.data = cells, .batch = {0, 0, 0, 9}, .row = 9, .head = 0, .col = 1};

@@ -165,7 +165,7 @@ class Runner {
     };
     p.extras.key_spans = operand(pairs_[1], pairs.key_spans, c.T * 2, 2, 1);
     p.extras.query_spans = operand(pairs_[2], pairs.query_spans, c.S * 2, 2, 1);
-    p.extras.span_exact = operand(pairs_[3], pairs.exact, 1, 0, 0);
+    p.extras.span_flags = operand(pairs_[3], pairs.flags, 1, 0, 0);
     if (!pairs.query_ids.empty()) {
       p.extras.query_ids = operand(pairs_[4], pairs.query_ids, c.T, 1, 0);
       p.extras.key_ids = operand(pairs_[5], pairs.key_ids, c.S, 1, 0);

@@ -14,7 +14,7 @@ struct PairOperands {
   std::vector<uint8_t> table;                      // [B, T, S]
   std::vector<uint8_t> mask;                       // likewise, or empty
   std::vector<int> query_ids, key_ids;             // [B, T], [B, S], or empty
-  std::vector<int> key_spans, query_spans, exact;  // [B, T, 2], [B, S, 2], [B]
+  std::vector<int> key_spans, query_spans, flags;  // [B, T, 2], [B, S, 2], [B]
 };
 
 // Spans of the rows of a table (its columns: across), as src/core/spec.h wants them. True: they say all of it.
@@ -39,7 +39,7 @@ inline PairOperands draw_pairs(const Case& c, const std::vector<Row>& bounds) {
   Random r(c.seed ^ 0x5eed);
   const int B = c.B(), T = c.T, S = c.S;
   PairOperands p;
-  p.table.assign(int64_t(B) * T * S, 0), p.exact.assign(B, 0);
+  p.table.assign(int64_t(B) * T * S, 0), p.flags.assign(B, 0);
   p.key_spans.assign(int64_t(B) * T * 2, 0), p.query_spans.assign(int64_t(B) * S * 2, 0);
   const bool ids = c.pairs == Pairs::documents || c.pairs == Pairs::ids;
   if (ids) p.query_ids.assign(int64_t(B) * T, -1), p.key_ids.assign(int64_t(B) * S, -1);
@@ -92,7 +92,12 @@ inline PairOperands draw_pairs(const Case& c, const std::vector<Row>& bounds) {
       }
     const bool rows_exact = find_spans(table, T, S, S, 1, p.key_spans.data() + int64_t(b) * T * 2);
     const bool keys_exact = find_spans(table, S, T, 1, S, p.query_spans.data() + int64_t(b) * S * 2);
-    p.exact[b] = rows_exact && keys_exact;
+    const auto nobody_dead = [](const int* spans, int rows) {
+      return std::all_of(spans, spans + 2 * rows, [](int x) { return x >= 0; });
+    };
+    const bool all_alive = nobody_dead(p.key_spans.data() + int64_t(b) * T * 2, T) &&
+                           nobody_dead(p.query_spans.data() + int64_t(b) * S * 2, S);
+    p.flags[b] = (rows_exact && keys_exact) | all_alive << 1;
   }
   return p;
 }

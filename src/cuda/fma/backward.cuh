@@ -356,7 +356,7 @@ Status launch_backward(const Problem& p, cudaStream_t stream) {
   const int tiles = ((kQueries ? p.T : p.S) + kSide - 1) / kSide;
   const int64_t blocks = int64_t{p.B} * (kQueries ? p.N : p.K) * tiles;
   return launch_kernel(backward_kernel<kHeadDim, kMakes>, blocks, kThreads, BackwardConfig<kHeadDim>::kSharedBytes,
-                       stream, p, tiles, p.plain());
+                       stream, p, tiles, p.body() == Body::kPlain);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.

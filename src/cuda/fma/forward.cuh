@@ -191,7 +191,7 @@ Status forward(const Problem& p, cudaStream_t stream) {
   if (p.B == 0 || p.N == 0 || p.T == 0) return {};
   const int tiles = (p.T + kSide - 1) / kSide;
   return launch_kernel(forward_kernel<kHeadDim>, int64_t{p.B} * p.N * tiles, kThreads,
-                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.plain());
+                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.body() == Body::kPlain);
 }
 
 }  // namespace jax_flash2::cuda::fma

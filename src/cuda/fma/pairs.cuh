@@ -29,7 +29,7 @@ struct Pairs {
   Dropout<float> dropout;
 
   static __device__ __forceinline__ Pairs make(const Problem& p, const Batch& b, int n, const Mask& mask) {
-    return {mask, p.score<float>(b, n), p.has_addend(), p.addend<float>(b, n, mask.off), p.dropout<float>(b, n)};
+    return {mask, p.score<float>(b, n), p.has_addend(mask), p.addend<float>(b, n, mask), p.dropout<float>(b, n)};
   }
 
   // What operands add to the score of a pair that the mask keeps or not; -inf: the pair is removed.

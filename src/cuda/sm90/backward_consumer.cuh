@@ -143,11 +143,11 @@ struct BackwardConsumer {
   __device__ __forceinline__ void sync_group() const { ptx::bar_sync(kGroupBarrier + group, 128); }
 
   // By a step of query head n, of what it masks.
-  template <bool kPlain, class Plans>
+  template <class Plans>
   __device__ __forceinline__ Seen see(const Plans& plans, int n, int key, int query) const {
     const Mask mask = plans.mask(p);
     Seen seen(mask, key, query);
-    if (!kPlain && !mask.exact) seen.keep(p.addend<float>(plans.batch(), n, mask), key, query);
+    if (Plans::kLooksUp && !mask.exact) seen.keep(p.addend<float>(plans.batch(), n, mask), key, query);
     return seen;
   }
 

@@ -162,6 +162,7 @@ struct HeadCounters {
 // A block's key tiles, one after another. The one thread that loads finds each, and publishes it for the other warps.
 template <class Config, bool kSpans>
 struct Plans {
+  static constexpr bool kLooksUp = kSpans;
   using Shared = BackwardShared<Config>;
   // Warps that read plans: one that brings statistics, `drains`, and those that compute.
   static constexpr int readers(int drains) { return 1 + drains + BackwardTile::kConsumers * 4; }

@@ -183,7 +183,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         }
       }
       if constexpr (kMasked) {
-        const bool exact = kPlain || (flags() & 1);
+        const bool exact = !kSpans || (flags() & 1);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const Range keys = keys_of(h);

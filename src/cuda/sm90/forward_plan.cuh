@@ -14,7 +14,7 @@ namespace jax_flash2::cuda::sm90 {
 
 // How many neighbouring heads share a tile: all that a key head's group divides into, where that leaves fewer tiles.
 inline int pack_log2(const Problem& p, int rows) {
-  if (p.body() == Body::kGeneral) return 0;  // what acts on scores may differ from head to head
+  if (p.body() == Body::kGeneral || p.removes_pairs()) return 0;  // what acts on scores may differ from head to head
   const auto tiles = [&](int log2) { return ((int64_t(p.T) << log2) + rows - 1) / rows * (p.N >> log2); };
   int most = 0;
   while (most < 6 && p.group() % (2 << most) == 0) most++;
