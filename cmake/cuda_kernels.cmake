@@ -17,6 +17,7 @@ set(gencode_sm80 -gencode=arch=compute_80,code=compute_80)
 foreach(arch IN LISTS JAX_FLASH2_CUDA_ARCHITECTURES)
   list(APPEND gencode_sm80 -gencode=arch=compute_80,code=sm_${arch})
 endforeach()
+set(gencode_fma ${gencode_sm80})
 set(gencode_sm90 -gencode=arch=compute_90a,code=sm_90a)  # WGMMA and TMA: this machine code and no PTX
 
 include(src/cuda/instances.cmake)

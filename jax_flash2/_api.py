@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks, _options, _packing, reference
+from jax_flash2 import _checks, _native, _options, _packing, reference
 from jax_flash2._spec import AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
@@ -61,11 +61,12 @@ def attention(
     A query that reads no key gets out 0 and lse -inf (with a sink: lse = sink) and adds nothing to any gradient. Keys
     that no query may read, and queries that read no key, may hold NaN. Only a true -inf in `bias` removes a key.
 
-    Kernels serve every keyword; on CUDA not deterministic=True with the gradients of alibi_slopes or of a bias that is
-    shared along an axis.
+    Kernels serve every keyword; on CUDA not deterministic=True with the gradient of a bias that is shared along an axis
+    or, in 16 bits, of alibi_slopes. There float32 is multiplied in float32, never TF32, and takes many times as long as
+    16 bits.
 
     Args:
-      query: [*B, T, N, D]; bfloat16, float16, float32 or float64, the last two on CPU only. 1 <= D, Dv <= 256.
+      query: [*B, T, N, D]; bfloat16, float16, float32 or float64, the last on CPU only. 1 <= D, Dv <= 256.
       key: [*B, S, K, D], of query's dtype; N must be a multiple of K.
       value: [*B, S, K, Dv], of query's dtype.
       bias: floating [*#B, #N, #T, #S], added to the scores. Has a gradient.
@@ -224,10 +225,10 @@ def _four_axes(x: jax.Array) -> jax.Array:
 
 
 def _refuse_what_kernels_lack(call: _checks.Call, implementation: str | None) -> None:
-    if implementation == "cuda" and call.query.dtype.name not in ("bfloat16", "float16"):
+    if implementation == "cuda" and call.query.dtype.name not in _native.CUDA_DTYPES:
         raise NotImplementedError(
-            f"query has dtype {call.query.dtype}, but the CUDA kernels serve bfloat16 and float16. Cast query, key and "
-            'value, or choose implementation="cpu" (on a CPU) or "reference".'
+            f"query has dtype {call.query.dtype}, but the CUDA kernels serve {', '.join(_native.CUDA_DTYPES)}. Cast "
+            'query, key and value, or choose implementation="cpu" (on a CPU) or "reference".'
         )
 
 

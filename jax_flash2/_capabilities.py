@@ -26,10 +26,11 @@ def capabilities() -> dict[str, Any]:
     if _native.cuda is None:
         missing = f"this install of jax_flash2 {_native.cuda_missing}"
     else:
+        names = {short: name for name, short in _native.CUDA_DTYPES.items()}
         instances = [tuple(row) for row in _native.cuda.instances()]
         cuda = {
             "source_digest": _native.cuda.source_digest(),
-            "dtypes": sorted({{"bf16": "bfloat16", "f16": "float16"}[dtype] for _, _, dtype, *_ in instances}),
+            "dtypes": sorted({names[dtype] for _, _, dtype, *_ in instances}),
             "head_dims": sorted({head_dim for *_, head_dim, _ in instances}),
             "instances": instances,
             "devices": list(_native.cuda.devices()),

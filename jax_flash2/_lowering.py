@@ -41,7 +41,7 @@ def lower(
     dims = Dims(operands, ctx.avals_in)
     if platform == "cuda":
         _check_cuda(primitive, dims, operands, spec)
-        if any(_padding(dims.sizes[axis]) for axis in "DV"):
+        if any(_padding(dims, axis) for axis in "DV"):
             padded = functools.partial(_padded, primitive, operands)
             return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
     devices = _compat.automatic_devices(ctx)
@@ -78,21 +78,23 @@ def _up_to_last(names: Sequence[str], present: Container[str]) -> Sequence[str]:
 
 
 def _workspaces(dims: Dims) -> list[str]:
-    """What the CUDA kernels scribble on, those of both passes: a pure function of shapes."""
+    """What the CUDA kernels scribble on, those of both passes: a pure function of shapes and of the dtype."""
+    if dims.avals["q"].dtype == np.float32:
+        return ["delta"]
     grouped = ["dk_acc", "dv_acc"] if dims.sizes["N"] != dims.sizes["K"] else []
     return ["queue", "delta", "dq_acc", *grouped, "order"]
 
 
-def _padding(width: int) -> int:
+def _padding(dims: Dims, axis: str) -> int:
     """What a head lacks to the next width that the CUDA kernels take: rows of 16 bytes."""
-    return -width % 8
+    return -dims.sizes[axis] % (16 // np.dtype(dims.avals["q"].dtype).itemsize)  # type: ignore[no-any-return]
 
 
 def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
     """Zeros up to widths that the CUDA kernels take. Costs a copy of each such array, and of each such result."""
     dims = Dims(operands, xs)
     wide = [
-        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padding(x.shape[-1]))]) if _is_wide(name) else x
+        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padding(dims, ARRAYS[name].axes[-1]))]) if _is_wide(name) else x
         for name, x in zip(operands, xs, strict=True)
     ]
     outs = primitive.bind(*wide, operands=operands, **params)
@@ -118,7 +120,8 @@ def _is_wide(name: str) -> bool:
 
 
 def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], spec: AttentionSpec) -> None:
-    shared_sums = ["alibi_slopes"] if "alibi_slopes" in operands else []
+    dtype = str(dims.avals["q"].dtype)
+    shared_sums = ["alibi_slopes"] if "alibi_slopes" in operands and dtype != "float32" else []
     if "bias" in operands and any(not full for _, full in dims.axes("bias", dims.avals["bias"].shape)):
         shared_sums.append("a shared bias")
     if shared_sums and spec.deterministic and primitive.name == "flash_backward":
@@ -126,11 +129,10 @@ def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], spec: Atten
             f"deterministic=True on CUDA does not serve the gradient of {' and '.join(shared_sums)}: the kernels sum "
             "it in any order. Leave deterministic=False, broadcast the bias to [*B, N, T, S], or run it on CPU"
         )
-    served = {"bfloat16": "bf16", "float16": "f16"}
-    dtype = str(dims.avals["q"].dtype)
-    if dtype not in served:
+    if dtype not in _native.CUDA_DTYPES:
         raise NotImplementedError(
-            f"attention on CUDA serves {' and '.join(served)}, got {dtype}: cast query, key and value, or run it on CPU"
+            f"attention on CUDA serves {', '.join(_native.CUDA_DTYPES)}, got {dtype}: cast query, key and value, or "
+            "run it on CPU"
         )
     if _native.cuda is None:
         if _has_cuda_device():
@@ -141,7 +143,7 @@ def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], spec: Atten
             )
         return  # compiling for another machine
     direction = primitive.name.removeprefix("flash_")
-    rows = [row for row in _native.cuda.instances() if row[1] == direction and row[2] == served[dtype]]
+    rows = [row for row in _native.cuda.instances() if row[1] == direction and row[2] == _native.CUDA_DTYPES[dtype]]
     head_dims = [min(head_dim, value_dim) for *_, head_dim, value_dim in rows]
     width = max(dims.sizes["D"], dims.sizes["V"])
     if width > max(head_dims, default=0):

@@ -166,7 +166,10 @@ def check(got: evaluate.Result, pack: Pack, dtype: str) -> None:
         own = got[name].dtype
         if name != "lse":
             own = max(own, jnp.dtype(dtype), key=lambda x: float(jnp.finfo(x).eps))
-        evaluate.assert_accurate(got[name], plain[name], exact[name], own, name)
+        xs = [x[name] for x in (got, plain, exact)]
+        if name[1:] in pack.operands:  # a sum over all rows of numbers of order 1, which may cancel
+            xs = [np.append(np.ravel(x), 1) for x in xs]
+        evaluate.assert_accurate(*xs, own, name)
     reads, read = pack.visible.any(1), pack.visible.any(0)
     for name, at in (("out", ~reads), ("dquery", ~reads), ("dkey", ~read), ("dvalue", ~read)):
         np.testing.assert_array_equal(got[name][at], 0, err_msg=name)

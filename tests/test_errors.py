@@ -177,9 +177,9 @@ OPERANDS = {
 }
 
 
-def _gradient_for(platform, *names, **keywords):
-    """Lowers the gradient of a call with these operands, in bfloat16."""
-    arguments = {k: x.update(dtype=bf16) for k, x in QKV.items()}
+def _gradient_for(platform, *names, dtype=bf16, **keywords):
+    """Lowers the gradient of a call with these operands."""
+    arguments = {k: x.update(dtype=dtype) for k, x in QKV.items()}
     for name in names:
         arguments |= OPERANDS[name]
     shapes = {k: x for k, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
@@ -193,10 +193,11 @@ def _gradient_for(platform, *names, **keywords):
     return jax.jit(jax.grad(loss)).trace(wanted, others).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.parametrize("dtype", [bf16, f32])
 @pytest.mark.parametrize("name", OPERANDS)
-def test_operands_compile_for_cuda(name):
+def test_operands_compile_for_cuda(name, dtype):
     """Where they may remove pairs, q, k, v and dout are cleared of what may hold NaN first."""
-    text = _gradient_for("cuda", name)
+    text = _gradient_for("cuda", name, dtype=dtype)
     assert text.count("custom_call @jax_flash2") == 2
     assert ("stablehlo.select" in text) == (name in ("bias", "mask", "segment ids"))
 
@@ -209,6 +210,12 @@ def test_what_cuda_cannot_do_deterministically_is_refused_by_name(name, words):
     _gradient_for("cuda", "mask", "sinks", "dropout", deterministic=True)
 
 
+def test_the_float32_kernels_sum_slopes_in_order():
+    _gradient_for("cuda", "alibi_slopes", dtype=f32, deterministic=True)
+    with pytest.raises(NotImplementedError, match="the gradient of a shared bias:"):
+        _gradient_for("cuda", "alibi_slopes", "bias", dtype=f32, deterministic=True)
+
+
 @pytest.mark.parametrize("implementation", [None, "cpu", "reference"])
 @pytest.mark.parametrize("name", OPERANDS)
 def test_operands_are_taken(name, implementation):
@@ -219,12 +226,11 @@ def test_a_key_without_a_rate_is_not_dropout():
     trace(attention, {"dropout_rng": shape(2, dtype=jnp.uint32)})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_cuda_refuses_wide_dtypes(dtype):
-    arguments = {name: shape(*x.shape, dtype=jnp.dtype(dtype)) for name, x in QKV.items()}
-    with jax.enable_x64(dtype == "float64"), pytest.raises(NotImplementedError) as error:
+def test_cuda_refuses_float64():
+    arguments = {name: shape(*x.shape, dtype=jnp.float64) for name, x in QKV.items()}
+    with jax.enable_x64(True), pytest.raises(NotImplementedError) as error:
         trace(attention, arguments | {"implementation": "cuda"})
-    assert all(word in str(error.value) for word in (dtype, "bfloat16 and float16", "Cast"))
+    assert all(word in str(error.value) for word in ("float64", "bfloat16, float16, float32", "Cast"))
 
 
 def test_cuda_on_a_cpu_is_refused_and_names_both():
@@ -248,5 +254,5 @@ def test_capabilities_are_plain_data():
     assert len(said["cpu"]["source_digest"]) == 64
     assert (said["cuda"] is None) == ("cuda" not in said["platforms"]) == (said["cuda_missing"] is not None)
     if said["cuda"] is not None:
-        assert said["cuda"]["dtypes"] == ["bfloat16", "float16"]
+        assert said["cuda"]["dtypes"] == ["bfloat16", "float16", "float32"]
         assert 256 in said["cuda"]["head_dims"]

@@ -7,6 +7,6 @@ import pytest
 
 @pytest.mark.parametrize("case", cases.ALL, ids=lambda case: case.id)
 def test_forward(case, backend, dtype):
-    evaluate.skip_what_cuda_lacks(case, backend)
+    evaluate.skip_what_cuda_lacks(case, backend, dtype)
     got = evaluate.kernel(case, dtype, backend)
     evaluate.check(got, case, dtype, "out", "lse")

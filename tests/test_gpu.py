@@ -44,6 +44,14 @@ def test_planned_memory_is_the_documented_workspaces(key_heads, deterministic):
     assert planned <= sum(documented.values()) + 4096, documented  # buffers are rounded up
 
 
+def test_planned_memory_in_float32():
+    """Sums are made in registers: nothing but the residuals and delta, with a group or without."""
+    for key_heads in (N, 2):
+        args = [x.astype(jnp.float32) for x in operands(key_heads)]
+        memory = gradients().lower(*args).compile().memory_analysis()
+        assert memory.temp_size_in_bytes <= 4 * B * T * N * D + 2 * 4 * B * N * T + 4096
+
+
 def test_calls_are_held_by_a_cuda_graph(tmp_path):
     """Handlers that a command buffer may record run once; after that the graph is launched, and no kernel by itself."""
     q, k, v, dout = operands(N)

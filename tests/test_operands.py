@@ -30,7 +30,7 @@ def _checked(**given):
 
 
 def _check(case, backend, dtype):
-    evaluate.skip_what_cuda_lacks(case, backend)
+    evaluate.skip_what_cuda_lacks(case, backend, dtype)
     got = evaluate.kernel(case, dtype, backend)
     evaluate.check(got, case, dtype, "out", "lse", *evaluate.names(case))
     evaluate.check_zeros(got, case, dtype)

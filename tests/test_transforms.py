@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import calls
+import evaluate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,16 +63,16 @@ def test_numpy_arrays():
 
 
 @pytest.mark.parametrize("keywords", [{}, {"is_causal": False, "logits_soft_cap": 0.7}, {"local_window_size": (3, 1)}])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradients_equal_finite_differences(dtype, keywords):
-    with jax.enable_x64(dtype == "float64"), jax.default_device(jax.devices("cpu")[0]):
-        *xs, scale, query_lens, key_lens = calls.arguments(2, *calls.NAMES[:6], dtype=jnp.dtype(dtype))
+@pytest.mark.parametrize(("where", "kind"), [("cpu", "float64"), *((x, "float32") for x in evaluate.BACKENDS)])
+def test_gradients_equal_finite_differences(where, kind, keywords):
+    with jax.enable_x64(kind == "float64"), jax.default_device(jax.devices(where)[0]):
+        *xs, scale, query_lens, key_lens = calls.arguments(2, *calls.NAMES[:6], dtype=jnp.dtype(kind))
 
         def call(*xs):
             out, lse = calls.output(*xs, query_seq_lengths=query_lens, key_value_seq_lengths=key_lens, **keywords)
             return out, jnp.where(jnp.isneginf(lse), 0, lse)
 
-        exact = {"atol": 1e-6, "rtol": 1e-6, "eps": 1e-5} if dtype == "float64" else {"atol": 2e-2, "rtol": 2e-2}
+        exact = {"atol": 1e-6, "rtol": 1e-6, "eps": 1e-5} if kind == "float64" else {"atol": 2e-2, "rtol": 2e-2}
         check_grads(lambda *xs: call(*xs, 0.4), xs, order=1, modes=["rev"], **exact)
         # The scale is used in float32.
         check_grads(lambda scale: call(*xs, scale), [scale], order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-2)

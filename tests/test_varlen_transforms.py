@@ -100,6 +100,16 @@ def test_second_derivatives_are_those_of_the_reference():
     calls.assert_close(moved(None), moved("reference"), jnp.float32)
 
 
+def test_refusals_name_keywords_alone():
+    q, k, v, cu_q, cu_k, _, _ = _arguments()
+
+    def loss(q):
+        return jnp.sum(_call(q, k, v, cu_q, cu_k, alibi_slopes=jnp.ones(N))[0])
+
+    with pytest.raises(NotImplementedError, match="attention with alibi_slopes has first derivatives"):
+        jax.hessian(loss)(q)
+
+
 def test_memory_grows_with_the_length_alone():
     """Of no program here is an array as large as the scores, nor as one number for each row and sequence."""
     T, B = 4096, 512
@@ -116,14 +126,18 @@ def test_memory_grows_with_the_length_alone():
 # Several devices.
 
 
+@pytest.mark.parametrize(
+    "keywords", [{}, {"sinks": jnp.ones(N), "alibi_slopes": jnp.ones(N)}], ids=["", "sinks, ALiBi"]
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_heads_are_split_without_a_collective(kind):
+def test_heads_are_split_without_a_collective(kind, keywords):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("model",), axis_types=(kind,))
     args = _arguments()
-    want = jax.jit(_gradients)(*args)
+    call = jax.jit(functools.partial(_gradients, **keywords))
+    want = call(*args)
     split = [NamedSharding(mesh, P(None, "model") if x.dtype == jnp.float32 else P()) for x in args]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(_gradients).lower(*jax.device_put(args, split)).compile()
+        compiled = call.lower(*jax.device_put(args, split)).compile()
         got = compiled(*jax.device_put(args, split))
     text = compiled.as_text()
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))

@@ -48,7 +48,8 @@ struct Mask {
   int off;           // query i stands at key position i + off
   // In place of windows, where there are any: [q_len] and [k_len], as core/spec.h says.
   const Span *key_spans = nullptr, *query_spans = nullptr;
-  bool exact = true;  // no operand removes pairs that these bounds leave; else no tile is full
+  bool exact = true;   // no operand removes pairs that these bounds leave; else no tile is full
+  bool sparse = true;  // spans may be those of dead rows
 
   static JAX_FLASH2_HD Mask make(const Spec& spec, int q_len, int k_len) {
     auto bound = [](int64_t w) { return w < 0 || w > kMaxLength ? kMaxLength : static_cast<int>(w); };
@@ -66,13 +67,6 @@ struct Mask {
     return i < q_len && j < k_len && i + off - left <= j && j <= i + off + right;
   }
 
-  // The same without what operands remove: for those who look at each pair that is left.
-  JAX_FLASH2_HD constexpr Mask bounds() const {
-    Mask m = *this;
-    m.exact = true;
-    return m;
-  }
-
   // Keys that query i sees, and queries that see key j.
   JAX_FLASH2_HD constexpr Range keys(int i) const {
     if (key_spans) return i < q_len ? key_spans[i].range() : Range{0, 0};
@@ -85,11 +79,11 @@ struct Mask {
 
   // Queries that see a key at all, and keys that a query sees at all.
   JAX_FLASH2_HD constexpr Live live_queries() const {
-    if (key_spans) return {{0, q_len}, key_spans};
+    if (key_spans) return {{0, q_len}, sparse ? key_spans : nullptr};
     return {{max_(0, -off - right), k_len > 0 ? min_(q_len, k_len - off + left) : 0}, nullptr};
   }
   JAX_FLASH2_HD constexpr Live live_keys() const {
-    if (query_spans) return {{0, k_len}, query_spans};
+    if (query_spans) return {{0, k_len}, sparse ? query_spans : nullptr};
     return {{max_(0, off - left), q_len > 0 ? min_(k_len, q_len + off + right) : 0}, nullptr};
   }
 

@@ -97,9 +97,9 @@ struct Problem {
     };
     Mask m = Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S));
     if constexpr (!kSpans) return m;
-    m = with_spans(m, b);
-    m.exact = !removes_pairs() || (extras.span_exact.present() && *extras.span_exact.at<const int32_t>(b) != 0);
-    return m;
+    const int32_t flags = extras.span_flags.present() ? *extras.span_flags.at<const int32_t>(b) : 0;
+    m.exact = !removes_pairs() || (flags & 1), m.sparse = !(flags & 2);
+    return with_spans(m, b);
   }
   JAX_FLASH2_HD bool has_spans() const { return extras.key_spans.present(); }
   JAX_FLASH2_HD Mask with_spans(Mask m, const Batch& b) const {

@@ -60,7 +60,7 @@ struct Spec {
 //   key_spans    row by row, in place of windows and lengths: a query reads keys in [begin, end) only. Both ends never
 //                decrease from row to row; a query that reads nothing all the same has ~begin for begin
 //   query_spans  the same of the other side: a key's readers. The two agree on every pair but those that mask or ids remove
-//   span_exact   not 0: mask and ids remove no pair that the spans leave
+//   span_flags   1: mask and ids remove no pair that the spans leave; 2: no row and no key is dead; 3: both
 //   positions    where a query stands among the keys, in place of i + off, for ALiBi
 #define JAX_FLASH2_EXTRAS(X)        \
   X(scale, kF32, "", "NT")          \
@@ -75,7 +75,7 @@ struct Spec {
   X(seeds, kU32, "NW", "-")         \
   X(key_spans, kS32, "TW", "-")     \
   X(query_spans, kS32, "SW", "-")   \
-  X(span_exact, kS32, "", "-")      \
+  X(span_flags, kS32, "", "-")      \
   X(positions, kS32, "T", "-")
 
 }  // namespace jax_flash2

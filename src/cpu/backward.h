@@ -201,7 +201,7 @@ class Backward {
   // What a query tile gives to dK and dV of the packed `keys` of task `tile`, and they to its dQ.
   void query_tile(const Mask& mask, const Rows& rows, int tile, const Range& keys, const Scratch& t) const {
     load_queries(rows, t);
-    const Tiles met = mask.bounds().key_tiles(rows.first, rows.last, 1);
+    const Tiles met = keys_of(mask, rows.first, rows.last - 1);
     const Range seen = {max_(keys.begin, met.begin), min_(keys.end, met.end)};
     for (int j0 = seen.begin, j1; j0 < seen.end; j0 = j1) {
       j1 = min_(j0 + kSub, seen.end);
@@ -217,10 +217,17 @@ class Backward {
     int r0, n, j0, m, packed;
   };
 
+  // From the first query that sees one of the keys `j` to the last.
+  static Range queries_of(const Mask& mask, const Range& j) {
+    if (!mask.query_spans) return {mask.queries(j.begin).begin, mask.queries(j.end - 1).end};
+    const Tiles met = mask.query_tiles(j.begin, j.end, 1);  // the first and the last key may be dead
+    return {met.begin, met.end};
+  }
+
   // The probabilities of the keys `j`, in t.s, and the gradients of their scores, in t.dp; m is 0 where no pair is kept.
   Block scores(const Mask& mask, const Rows& rows, bool full, const Range& j, int first, const Scratch& t) const {
     // Queries r0 and on; r0 is a multiple of the lanes.
-    const Tiles met = mask.bounds().query_tiles(j.begin, j.end, 1);
+    const Range met = queries_of(mask, j);
     const int r0 = max_(0, met.begin - rows.first) / ops.lanes * ops.lanes;
     const int n = min_(rows.count(), met.end - rows.first) - r0, width = padded(n), m = j.end - j.begin;
     if (n <= 0) return {};
@@ -387,7 +394,7 @@ class Backward {
   }
 
   void add_bias(const Mask& mask, const Rows& rows, const Range& keys, Real* sum, const Scratch& t) const {
-    const Tiles met = mask.bounds().key_tiles(rows.first, rows.last, 1);
+    const Tiles met = keys_of(mask, rows.first, rows.last - 1);
     const Range seen = {max_(keys.begin, met.begin), min_(keys.end, met.end)};
     if (seen.begin >= seen.end) return;
     load_queries(rows, t);

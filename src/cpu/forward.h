@@ -19,6 +19,15 @@ View<E> view(const Tensor& t, const Batch& b, int head, int64_t row) {
   return {t.at<E>(b, head) + row * t.row, t.row, t.col};
 }
 
+// Keys that one of the live queries [first, last] sees, and in the middle those that all of them do. What operands remove
+// is another matter here: each pair of a block is asked about.
+inline Tiles keys_of(Mask mask, int first, int last) {
+  const Range of_first = mask.keys(first), of_last = mask.keys(last);
+  if (!mask.key_spans) return {of_first.begin, of_last.begin, of_first.end, of_last.end};
+  mask.exact = true;  // the first and the last may be dead
+  return mask.key_tiles(first, last + 1, 1);
+}
+
 template <class E>
 class Forward {
   using Real = typename RealOf<E>::type;
@@ -151,7 +160,7 @@ class Forward {
     const Range live = mask.live_queries();
     const int L = ops.lanes, first = max_(i, live.begin), last = min_(i_end, live.end) - 1;
     if (first > last) return;
-    const Tiles met = mask.bounds().key_tiles(first, last + 1, 1);
+    const Tiles met = keys_of(mask, first, last);
     const int j0 = max_(keys.begin, met.begin), j1 = min_(keys.end, met.end);
     if (j0 >= j1) return;
     // Lanes without a live query hold zeros and are dropped at the end: no mask is needed for them.

@@ -18,13 +18,15 @@ constexpr Instance kInstances[] = {
 #undef JAX_FLASH2_INSTANCE
 };
 
-// Which kernels serve operands that act on each pair of a query and a key.
-bool serves(const char* arch, const Problem& p) { return !p.elementwise() || !std::strcmp(arch, "sm80"); }
+// Whether kernels serve operands that act on each pair of a query and a key.
+bool serves(const char* arch, const Problem& p) { return !p.elementwise() || std::strcmp(arch, "sm90"); }
 
 Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
-  const char* dtype = p.dtype == DType::kBF16 ? "bf16" : p.dtype == DType::kF16 ? "f16" : nullptr;
-  if (!dtype) return {"CUDA kernels take bfloat16 and float16"};
-  if (p.D % 8 != 0 || p.Dv % 8 != 0) return {"CUDA kernels take head dims that are multiples of 8"};
+  const bool wide = p.dtype == DType::kF32;
+  const char* dtype = wide ? "f32" : p.dtype == DType::kBF16 ? "bf16" : p.dtype == DType::kF16 ? "f16" : nullptr;
+  if (!dtype) return {"CUDA kernels take bfloat16, float16 and float32"};
+  const int chunk = wide ? 4 : 8;
+  if (p.D % chunk != 0 || p.Dv % chunk != 0) return {"CUDA kernels take heads whose rows are multiples of 16 bytes"};
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
@@ -33,7 +35,7 @@ Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   }
   const char* arch = arch_for(major, minor);
   if (!arch) return {"CUDA kernels need compute capability 8.0 or newer"};
-  for (const char* candidate : {arch, "sm80"}) {
+  for (const char* candidate : {wide ? "fma" : arch, "sm80"}) {
     if (!serves(candidate, p)) continue;
     for (const Instance& i : kInstances) {
       if (i.head_dim >= p.D && i.value_dim >= p.Dv && !std::strcmp(i.arch, candidate) && !std::strcmp(i.pass, pass) &&

@@ -20,41 +20,39 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-// What a lane has of a step's scores, transposed: of the key `key` and of the one 8 further on the queries `query` + 0 1 8
-// 9 16 17 .. `statistics` is where the first one's stand in shared memory: -lse in powers of two, and kToDelta further on
-// delta.
-template <bool kPlain, bool kMasked, int kCols8, int kToDelta>
-struct Scores {
-  const Score<float>& score;
-  int key, query;
-  uint32_t statistics;
-  uint32_t seen[2] = {~0u, ~0u};  // which queries see which key: a bit each
+// Which of the queries `query` + 0 1 8 9 16 17 .. see the key `key`, and the one 8 further on: a bit each.
+struct Seen {
+  uint32_t bits[2] = {~0u, ~0u};
 
-  __device__ __forceinline__ Scores(const Score<float>& score, const Mask& mask, int key, int query,
-                                    uint32_t statistics)
-      : score(score), key(key), query(query), statistics(statistics) {
-    if constexpr (kMasked) {
+  __device__ __forceinline__ Seen() = default;
+  __device__ __forceinline__ Seen(const Mask& mask, int key, int query) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const Range queries = mask.queries(key + 8 * h);
-        seen[h] = tile::column_bits({queries.begin - query, queries.end - query});
-      }
+    for (int h = 0; h < 2; h++) {
+      const Range queries = mask.queries(key + 8 * h);
+      bits[h] = tile::column_bits({queries.begin - query, queries.end - query});
     }
   }
-  // Leaves the pairs that the operands of query head n leave.
-  template <class Plans>
-  __device__ __forceinline__ void remove_pairs(const Mask& mask, const Plans& plans, const Problem& p, int n) {
-    if (mask.exact) return;
-    const auto pairs = p.addend<float>(plans.batch(), n, mask);
+  // Without the pairs that operands remove.
+  __device__ __forceinline__ void keep(const Addend<float>& pairs, int key, int query) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #pragma unroll 2
-      for (uint32_t rest = seen[h]; rest != 0; rest &= rest - 1) {
+      for (uint32_t rest = bits[h]; rest != 0; rest &= rest - 1) {
         const int x = __ffs(rest) - 1;
-        if (!pairs.keeps(query + x / 2 * 8 + x % 2, key + 8 * h)) seen[h] &= ~(1u << x);
+        if (!pairs.keeps(query + x / 2 * 8 + x % 2, key + 8 * h)) bits[h] &= ~(1u << x);
       }
     }
   }
+};
+
+// What a lane has of a step's scores, transposed, of the keys and queries of a Seen. `statistics` is where the first
+// query's stand in shared memory: -lse in powers of two, and kToDelta further on delta.
+template <bool kPlain, bool kMasked, int kCols8, int kToDelta>
+struct Scores {
+  const Score<float>& score;
+  const Seen& seen;
+  int key, query;
+  uint32_t statistics;
 
   // P from products; in the general body scores, for dS asks for them.
   __device__ __forceinline__ void probabilities(float (&s)[kCols8][4], float scale_log2) const {
@@ -96,7 +94,7 @@ struct Scores {
 
  private:
   __device__ __forceinline__ bool is_seen(int j, int e) const {
-    return !kMasked || (seen[e / 2] >> (2 * j + e % 2) & 1);
+    return !kMasked || (seen.bits[e / 2] >> (2 * j + e % 2) & 1);
   }
   __device__ __forceinline__ int query_of(int j, int e) const { return query + 8 * j + e % 2; }
   __device__ __forceinline__ int key_of(int e) const { return key + e / 2 * 8; }
@@ -143,6 +141,15 @@ struct BackwardConsumer {
   }
   __device__ __forceinline__ void sync_all() const { ptx::bar_sync(kAllBarrier, kAll); }
   __device__ __forceinline__ void sync_group() const { ptx::bar_sync(kGroupBarrier + group, 128); }
+
+  // By a step of query head n, of what it masks.
+  template <bool kPlain, class Plans>
+  __device__ __forceinline__ Seen see(const Plans& plans, int n, int key, int query) const {
+    const Mask mask = plans.mask(p);
+    Seen seen(mask, key, query);
+    if (!kPlain && !mask.exact) seen.keep(p.addend<float>(plans.batch(), n, mask), key, query);
+    return seen;
+  }
 
   __device__ __forceinline__ void begin(const KeyTile& at) {
     score = p.score<float>(at.b, at.n_begin), scale_log2 = score.scale * kLog2e;

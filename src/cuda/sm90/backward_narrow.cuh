@@ -73,6 +73,11 @@ struct NarrowTile : BackwardConsumer<Config> {
     const uint32_t ds_stage = q_ring.stage * DsTile::kBytes;
     float s[kCols8][4], dp[kCols8][4];
 
+    const auto key = [&] { return (kPlain && !kMasked ? 0 : plans.tile() * kKeys) + lane_key; };
+    const auto query = [&] { return i0 + int(lane) % 4 * 2; };
+    Seen seen;
+    if constexpr (kMasked && kSpans)
+      seen = this->template see<kPlain>(plans, n, key(), query());  // early: it waits for memory
     q_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -97,11 +102,10 @@ struct NarrowTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
-    Scores<kPlain, kMasked, kCols8, kQueries * 4> scores(
-        score, mask, key0 + lane_key, i0 + int(lane) % 4 * 2,
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8);
-    if constexpr (kMasked && !kPlain) scores.remove_pairs(mask, plans, p, n);
+    if constexpr (kMasked && !kSpans) seen = this->template see<kPlain>(plans, n, key(), query());
+    const Scores<kPlain, kMasked, kCols8, kQueries * 4> scores{
+        score, seen, key(), query(),
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8};
     scores.probabilities(s, scale_log2);
     uint32_t p_r[kCols8 / 2][4], ds_r[kCols8 / 2][4];
     constexpr bool kEarly =

@@ -181,7 +181,7 @@ struct Plans {
     put(1, at.mask.right, at.mask.off, at.batch_row, at.k_head);
     put(2, at.tiles.begin, at.tiles.full_begin, at.tiles.full_end, at.tiles.end);
     put(3, at.n_begin, at.n_end, at.b.at[0], at.b.at[1]);
-    put(4, at.b.at[2], at.b.at[3], at.ends_unit, at.mask.exact);
+    put(4, at.b.at[2], at.b.at[3], at.ends_unit, at.mask.exact | at.mask.sparse << 1);
     ptx::mbarrier_arrive(ring.full());
     ring.next();
   }
@@ -199,7 +199,8 @@ struct Plans {
   __device__ __forceinline__ Mask mask(const Problem& p) const {
     const uint4 a = get(0);
     Mask m{int(a.y), int(a.z), int(a.w), int(ptx::ld_shared_b32(slot() + 16)), int(ptx::ld_shared_b32(slot() + 20))};
-    m.exact = ptx::ld_shared_b32(slot() + 4 * 16 + 12) != 0;
+    const uint32_t flags = ptx::ld_shared_b32(slot() + 4 * 16 + 12);
+    m.exact = flags & 1, m.sparse = flags & 2;
     return kSpans && p.has_spans() ? p.with_spans(m, batch()) : m;
   }
   __device__ __forceinline__ Batch batch() const {
@@ -244,9 +245,13 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
     const Tiles met = mask.query_tiles(int(tile) * kKeys, int(tile) * kKeys + kKeys, kQueries);
     return met.end - met.begin;
   };
-  const bool even = !p.ragged() && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
+  const bool even = cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
+  const FixedLists::Costs costs = p.has_spans()         ? FixedLists::kUnknown
+                                  : p.ragged() || !even ? FixedLists::kRising
+                                                        : FixedLists::kEven;
   schedule->parts = uint32_t(parts);
-  schedule->first_long = cost(0) > cost(tiles - 1);
+  // Of spans, too: those of a causal mask.
+  schedule->first_long = cost(0) > cost(tiles - 1) || p.has_spans();
   schedule->ordered = p.spec.deterministic;
   // Under a causal mask, which spans may be, the last keys are first at any query.
   schedule->descending = p.spec.window_right >= 0 || p.has_spans();
@@ -256,7 +261,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
                      p.T > 0 && p.S <= kMostKeysForChores && tiles <= resident && !p.grads.sinks.present() &&
                      device_attribute(cudaDevAttrCooperativeLaunch) != 0;
   schedule->lists =
-      FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even, uint32_t(resident), schedule->chores);
+      FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), costs, uint32_t(resident), schedule->chores);
   return {};
 }
 

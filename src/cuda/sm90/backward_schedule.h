@@ -2,8 +2,8 @@
 //
 // Blocks that stay resident and walk a list hide each tile's start behind the end of the one before, but a list fixed
 // beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where
-// they do not, a list is made of pairs: a head's tile with the most keys and the one with the fewest, the next two, and
-// so on, which cost the same. The last tiles are blocks of their own, longest first, which the hardware hands out as
+// they rise or fall along a head, a list is made of pairs: a head's tile with the most keys and the one with the fewest,
+// the next two, and so on, which cost the same; where nobody knows, of every workers-th tile again. The last tiles are blocks of their own, longest first, which the hardware hands out as
 // multiprocessors fall idle. Heads are walked one after another.
 #pragma once
 #include <algorithm>
@@ -24,13 +24,15 @@ struct FixedLists {
     bool ends_unit;
   };
 
+  enum Costs { kEven, kRising, kUnknown };  // of a head's tiles; rising or falling
+
   // resident: blocks that the device runs at once; together: there are to be no more.
-  static FixedLists make(uint32_t tiles, uint32_t heads, bool even, uint32_t resident, bool together) {
-    FixedLists s{tiles, heads, even ? 1u : 2u, 0, 0};
+  static FixedLists make(uint32_t tiles, uint32_t heads, Costs costs, uint32_t resident, bool together) {
+    FixedLists s{tiles, heads, costs == kRising ? 2u : 1u, 0, 0};
     s.workers = std::min(resident, s.units()), s.listed = s.units();
-    if (!even && !together) {
+    if (costs != kEven && !together) {
       const uint64_t all = uint64_t(tiles) * heads;  // one round of tiles, at least, is left over
-      s.listed = all < resident ? 0 : uint32_t((all - resident) / resident / 2) * resident;
+      s.listed = all < resident ? 0 : uint32_t((all - resident) / resident / s.members) * resident;
       if (s.listed == 0) s.workers = 0;
     }
     return s;

@@ -81,6 +81,11 @@ struct WideTile : BackwardConsumer<Config> {
     const uint32_t q_stage = q_ring.stage * QTile::kBytes, dout_stage = dout_ring.stage * DoutTile::kBytes;
     float s[kOwn8][4], dp[kOwn8][4];
 
+    const int key = (kPlain && !kMasked ? 0 : plans.tile() * kKeys) + int(warp) * 16 + int(lane) / 4,
+              query = i0 + group * kOwn + int(lane) % 4 * 2;
+    Seen seen;
+    if constexpr (kMasked && kSpans)
+      seen = this->template see<kPlain>(plans, n, key, query);  // early: it waits for memory
     q_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -107,11 +112,10 @@ struct WideTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    const int key0 = kPlain && !kMasked ? 0 : plans.tile() * kKeys;  // not asked for there
-    Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores(
-        score, mask, key0 + int(warp) * 16 + int(lane) / 4, i0 + group * kOwn + int(lane) % 4 * 2,
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8);
-    if constexpr (kMasked && !kPlain) scores.remove_pairs(mask, plans, p, n);
+    if constexpr (kMasked && !kSpans) seen = this->template see<kPlain>(plans, n, key, query);
+    const Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores{
+        score, seen, key, query,
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8};
     scores.probabilities(s, scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);

@@ -81,12 +81,24 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       continue;
     }
     const Mask mask = Mask::make(p.spec, int(start.z), int(start.w));
-    // Spans are looked up where they are needed: there are no registers to keep them.
-    const auto bounds = [&] { return kSpans && p.has_spans() ? p.with_spans(mask, read_batch(work)) : mask; };
-    const Live live_of_mask = mask.live_keys();
-    const auto live_keys = [&] { return kSpans && p.has_spans() ? bounds().live_keys() : live_of_mask; };
     const int row = int(start.y) + lane_row;
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
+    const auto flags = [&] { return ptx::ld_shared_b32(work + offsetof(Work, flags)); };
+    // Where spans lie is looked up where it is needed: there are no registers to keep it.
+    const auto bounds = [&] {
+      Mask m = p.with_spans(mask, read_batch(work));
+      m.exact = flags() & 1, m.sparse = flags() & 2;
+      return m;
+    };
+    const Live live_of_mask = mask.live_keys();
+    const auto live_keys = [&] { return kSpans && p.has_spans() ? bounds().live_keys() : live_of_mask; };
+    Range spans[2];  // of this lane's rows
+    if constexpr (kSpans) {
+      const Mask seen = p.has_spans() ? bounds() : mask;
+#pragma unroll
+      for (int h = 0; h < 2; h++) spans[h] = seen.keys(query(h));
+    }
+    const auto keys_of = [&](int h) { return kSpans ? spans[h] : mask.keys(query(h)); };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
     const auto finish = [&](const RowSoftmax::Row(&ends)[2]) {
       // Rows that see nothing: 0, and not 0 times a NaN that other rows may read.
@@ -118,7 +130,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       score = p.score<float>(batch, head);
     }
     const auto is_live = [&](int h) {
-      const Range keys = bounds().keys(query(h));
+      const Range keys = keys_of(h);
       return keys.begin < keys.end;
     };
     softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
@@ -171,11 +183,10 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         }
       }
       if constexpr (kMasked) {
-        const Mask seen = bounds();
-        const bool exact = kPlain || ptx::ld_shared_b32(work + offsetof(Work, exact)) != 0;
+        const bool exact = kPlain || (flags() & 1);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const Range keys = seen.keys(query(h));
+          const Range keys = keys_of(h);
 #pragma unroll
           for (int word = 0; word < kCols8 * 2; word += 32) {
             uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);

@@ -60,7 +60,8 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
         write(work + offsetof(Work, tiles), key_tiles(row0, kRows));
         ptx::st_shared_v4(work + offsetof(Work, batch), words(batch.at[0], batch.at[1], batch.at[2], batch.at[3]));
         const int n = q_head << plan.pack_log2;
-        ptx::st_shared_v4(work + offsetof(Work, q_head), words(q_head, n / p.group(), step, mask.exact));
+        ptx::st_shared_v4(work + offsetof(Work, q_head),
+                          words(q_head, n / p.group(), step, mask.exact | mask.sparse << 1));
         ptx::st_shared_b64(work + offsetof(Work, out), uint64_t(p.out.offset(batch, n)));
         ptx::st_shared_b64(work + offsetof(Work, lse), uint64_t(p.lse.offset(batch, n)));
       }

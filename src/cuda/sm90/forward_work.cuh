@@ -32,7 +32,7 @@ struct Work {
   Tiles tiles;  // of keys that any consumer needs
   Batch batch;
   int q_head, kv_head, step;  // q_head: where heads are packed, of the packed ones
-  int exact;                  // Mask::exact
+  int flags;                  // Mask::exact, Mask::sparse
   int64_t out, lse;           // offsets of the first query's element of (the first) head
   // and, after it, for each consumer the tiles of keys that it needs, full ones only where every live row has seen a key
 };
