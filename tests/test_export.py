@@ -294,8 +294,8 @@ def test_cuda_program_in_float32():
     forward, backward = _custom_calls(_gradients_of_plain, [jnp.zeros(shape) for shape in shapes])
     q, k, v, out = f"{B}x{T}x{N}x12xf32", f"{B}x{S}x{K}x12xf32", f"{B}x{S}x{K}x8xf32", f"{B}x{T}x{N}x8xf32"
     lse = f"{B}x{N}x{T}xf32"
-    assert forward[2] == [out, lse, "0xi32"]
-    assert backward[2][:8] == [q, k, v, lse, "0xf32", "0xf32", "0xf32", "0xi32"]
+    assert forward[2] == [out, lse]
+    assert backward[2] == [q, k, v, lse]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
