@@ -264,11 +264,13 @@ def _extras(call: _checks.Call) -> Extras:
         assert call.dropout_rng is not None, "checked"
         own = (*call.query.shape[:-3], call.query.shape[-2])  # a seed for each batch row and head
         seeds = jax.random.bits(call.dropout_rng, (*((1,) * len(own) if call.dropout_shared else own), 2), jnp.uint32)
-    key_spans = query_spans = positions = None
+    key_spans = query_spans = positions = flags = None
     if call.packing is not None:
         T, S, bottom_right = call.query.shape[-3], call.key.shape[-3], call.bottom_right
         spans = _packing.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
         key_spans, query_spans, positions = spans
+        dead = jnp.any(key_spans[:, 0] < 0) | jnp.any(query_spans[:, 0] < 0)
+        flags = 3 - 2 * dead.astype(jnp.int32)
     return Extras(
         scale=call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None,
         query_lens=call.query_lengths,
@@ -282,5 +284,6 @@ def _extras(call: _checks.Call) -> Extras:
         seeds=seeds,
         key_spans=key_spans,
         query_spans=query_spans,
+        span_flags=flags,
         positions=None if slopes is None else positions,
     )

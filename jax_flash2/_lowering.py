@@ -19,7 +19,11 @@ from jax_flash2 import _compat, _native, _reads, _sharding, _spans
 from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
-TARGETS = {"flash_forward": "jax_flash2_forward_v1", "flash_backward": "jax_flash2_backward_v1"}
+TARGETS = {
+    "flash_forward": "jax_flash2_forward_v1",
+    "flash_backward": "jax_flash2_backward_v1",
+    "extents": _spans.EXTENTS_TARGET,
+}
 
 
 def lower(
@@ -107,7 +111,7 @@ def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) 
 def _prepared(primitive: Any, operands: tuple[str, ...], *xs: Any, spec: AttentionSpec, **params: Any) -> list[Any]:
     """NaN where nobody looks would reach results by 0 * NaN in a product, so kernels must know who looks: by spans, or,
     where heads differ, by zeros in a copy."""
-    spans = _spans.of(operands, xs, spec) if _spans.has_source(operands) else {}
+    spans = _spans.of(operands, xs, spec, native=True) if _spans.has_source(operands) else {}
     heads = Dims(operands, xs).avals["mask"].shape[-3] if "mask" in operands else 1
     if "bias" in operands or heads != 1 or not spans:
         xs = tuple(_reads.cleared(operands, xs, spec))

@@ -1,4 +1,4 @@
-"""Row by row, which keys a query may read: the operands key_spans, query_spans and span_exact, from mask and ids.
+"""Row by row, which keys a query may read: the operands key_spans, query_spans and span_flags, from mask and ids.
 
 With them kernels skip the tiles that mask and ids leave empty, walk bare the tiles that they leave whole, and load
 zeros for what is dead, which may hold NaN. Rules in src/core/spec.h. Ids cost a binary search, never T x S work; a mask
@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
+from jax import ffi, lax
 from jax import numpy as jnp
 
 from jax_flash2 import _compat, _mask, _reads
 from jax_flash2._arrays import Dims
 from jax_flash2._spec import AttentionSpec
+
+EXTENTS_TARGET = "jax_flash2_extents_v1"  # mask -> what src/cuda/extents.h says of its rows, and of its columns
 
 _PADDING = np.uint32(0xFFFFFFFF)  # behind every id
 _IDS = np.uint32(0x7FFFFFFF)  # what ids are counted modulo
@@ -26,8 +28,13 @@ def has_source(operands: Sequence[str]) -> bool:
     return "key_spans" not in operands and ("mask" in operands or "query_ids" in operands)
 
 
-def of(operands: Sequence[str], xs: Sequence[Any], spec: AttentionSpec) -> dict[str, jax.Array]:
-    """key_spans [*#B, T, 2], query_spans [*#B, S, 2] and span_exact [*#B]."""
+def of(
+    operands: Sequence[str], xs: Sequence[Any], spec: AttentionSpec, *, native: bool = False
+) -> dict[str, jax.Array]:
+    """key_spans [*#B, T, 2], query_spans [*#B, S, 2] and span_flags [*#B].
+
+    native: in a program for CUDA; a kernel reads a mask that stands alone.
+    """
     dims = Dims(operands, xs)
     names = [name for name in ("query_lens", "key_lens", "mask", "query_ids", "key_ids") if name in operands]
     x = dict(zip(names, _compat.match_varying([dims.avals[name] for name in names]), strict=True))
@@ -36,8 +43,17 @@ def of(operands: Sequence[str], xs: Sequence[Any], spec: AttentionSpec) -> dict[
     if mask is None or (mask.shape[-3] == 1 and 1 in mask.shape[-2:]):
         by_query, by_key, exact = _from_ids(*_ids(x, T, S), x, T, S, spec, list(x) == ["query_ids"])
     else:
-        by_query, by_key, exact = _from_pairs(_reads.pairs(x, dims, spec), T, S)
-    return {"key_spans": by_query.packed(), "query_spans": by_key.packed(), "span_exact": exact.astype(jnp.int32)}
+        unbounded = spec.window_left < 0 and spec.window_right < 0
+        alone = list(x) == ["mask"] and unbounded and mask.shape[-2:] == (T, S) and isinstance(T, int)
+        if native and alone and isinstance(S, int):
+            sides = _extents(mask)
+        else:
+            keep = _reads.pairs(x, dims, spec)
+            sides = [_reduced(keep, keep.ndim - 1), _reduced(keep, keep.ndim - 2)]
+        by_query, by_key, exact = _from_sides(sides, mask.shape[-3], T, S)
+    alive = jnp.all(by_query.alive, -1) & jnp.all(by_key.alive, -1)
+    flags = exact.astype(jnp.int32) + 2 * alive.astype(jnp.int32)
+    return {"key_spans": by_query.packed(), "query_spans": by_key.packed(), "span_flags": flags}
 
 
 class _Rows(NamedTuple):
@@ -171,10 +187,9 @@ def _is_sorted(x: Any) -> Any:
 # From pairs: what each row keeps first and last, and how much in between.
 
 
-def _from_pairs(keep: Any, T: Any, S: Any) -> tuple[_Rows, _Rows, Any]:
-    """keep [*#B, #N, T, S]."""
-    heads, sizes = keep.shape[-3], (S, T)
-    sides = [_reduced(keep, keep.ndim - 1), _reduced(keep, keep.ndim - 2)]
+def _from_sides(sides: Any, heads: Any, T: Any, S: Any) -> tuple[_Rows, _Rows, Any]:
+    """sides: of queries and of keys the first, the end, and how much there is in all heads together, [*#B, rows]."""
+    sizes = (S, T)
     # Ends that never decrease, and a row that reads nothing between those beside it. Begins run from the last row on.
     ends = [jnp.stack([end, _MANY - jnp.flip(first, -1)]) for first, end, _ in sides]
     if isinstance(T, int) and isinstance(S, int) and T == S:
@@ -188,6 +203,16 @@ def _from_pairs(keep: Any, T: Any, S: Any) -> tuple[_Rows, _Rows, Any]:
         rows.append(_Rows(begin, end, kept > 0))
         exact.append(jnp.all((kept == 0) | ((end - begin) * heads == kept), -1))
     return rows[0], rows[1], exact[0] & exact[1]
+
+
+def _extents(mask: Any) -> Any:
+    *batch, _, T, S = mask.shape
+    results = [_compat.aval_like(jax.typeof(mask), (*batch, 3, n), jnp.int32) for n in (T, S)]
+    by_query, by_key = ffi.ffi_call(EXTENTS_TARGET, results)(mask)
+    return [
+        (jnp.where(x[..., 2, :] > 0, np.int32(n) - x[..., 0, :], _MANY), x[..., 1, :], x[..., 2, :])
+        for x, n in ((by_query, S), (by_key, T))
+    ]
 
 
 def _reduced(keep: Any, axis: int) -> Any:

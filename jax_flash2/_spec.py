@@ -36,7 +36,7 @@ class Extras(NamedTuple):
     seeds: Any = None  # of dropout
     key_spans: Any = None
     query_spans: Any = None
-    span_exact: Any = None
+    span_flags: Any = None
     positions: Any = None
 
 
@@ -65,6 +65,6 @@ EXTRAS = Extras(
     seeds=Operand("uint32", "NW", "-"),
     key_spans=Operand("int32", "TW", "-"),
     query_spans=Operand("int32", "SW", "-"),
-    span_exact=Operand("int32", "", "-"),
+    span_flags=Operand("int32", "", "-"),
     positions=Operand("int32", "T", "-"),
 )

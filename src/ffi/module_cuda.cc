@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "cuda/dispatch.h"
+#include "cuda/extents.h"
 #include "cuda/launch.h"
 #include "ffi/decode.h"
 #include "ffi/source_digest.h"
@@ -30,6 +31,31 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs(),
     {ffi::Traits::kCmdBufferCompatible});
 
+// mask [*B, heads, T, S] -> by_row [*B, 3, T], by_col [*B, 3, S]; see find_extents.
+ffi::Error extents(cudaStream_t stream, ffi::Buffer<ffi::PRED> mask, ffi::Result<ffi::Buffer<ffi::S32>> by_row,
+                   ffi::Result<ffi::Buffer<ffi::S32>> by_col) {
+  const auto dims = mask.dimensions();
+  if (dims.size() < 3) return ffi::Error::InvalidArgument("jax_flash2: the mask needs three axes");
+  const size_t last = dims.size() - 1;
+  int64_t batch = 1;
+  for (size_t a = 0; a < last - 2; a++) batch *= dims[a];
+  const int64_t heads = dims[last - 2], rows = dims[last - 1], cols = dims[last];
+  if (int64_t(by_row->element_count()) != batch * 3 * rows || int64_t(by_col->element_count()) != batch * 3 * cols ||
+      rows > kMaxLength || cols > kMaxLength) {
+    return ffi::Error::InvalidArgument("jax_flash2: extents do not match the mask");
+  }
+  return to_error(cuda::find_extents(reinterpret_cast<const uint8_t*>(mask.typed_data()), batch, heads, rows, cols,
+                                     by_row->typed_data(), by_col->typed_data(), stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(kExtents, extents,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::Buffer<ffi::PRED>>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Ret<ffi::Buffer<ffi::S32>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
@@ -37,6 +63,7 @@ NB_MODULE(_cuda, m) {
     nb::dict d;
     d["jax_flash2_forward_v1"] = nb::capsule(reinterpret_cast<void*>(kForward));
     d["jax_flash2_backward_v1"] = nb::capsule(reinterpret_cast<void*>(kBackward));
+    d["jax_flash2_extents_v1"] = nb::capsule(reinterpret_cast<void*>(kExtents));
     return d;
   });
   m.def("instances", [] {
