@@ -307,7 +307,7 @@ def _handed(text):
     return [
         re.findall(r"%\w+(?:#\d+)?", line.split("custom_call")[1])[:3]
         for line in text.splitlines()
-        if "custom_call @jax_flash2_[fb]" in line
+        if re.search("custom_call @jax_flash2_[fb]", line)
     ]
 
 
