@@ -33,8 +33,7 @@ def on_device(device):
 
 
 def _check(pack, dtype, backend):
-    if backend == "cuda" and pack.keywords.get("deterministic") and "alibi_slopes" in pack.operands:
-        pytest.skip("on CUDA these gradients are not deterministic, and test_errors sees that they are refused")
+    evaluate.skip_what_cuda_lacks(pack, backend, dtype)
     packs.check(packs.run(varlen_attention, pack, dtype, backend, implementation=backend), pack, dtype)
 
 
