@@ -57,9 +57,8 @@ def varlen_attention(
         serves all contents. Wrong numbers give wrong results and nothing worse: they are clamped to [0, total_q], and
         one below those before it counts as the largest of those. No gradient.
       cu_seqlens_k: integers [B + 1], likewise for keys.
-      max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number. Not used: these kernels need
-        no bound, and a wrong one changes nothing.
-      max_seqlen_k: likewise.
+      max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number. Not used.
+      max_seqlen_k: likewise for keys. A static one helps to choose tiles; a wrong one changes no result.
       seqused_q: integers [B], how many queries of each sequence are used, clamped to its length; None: all. No
         gradient.
       seqused_k: integers [B], likewise for keys.
@@ -122,7 +121,8 @@ def varlen_attention(
             "2.1 has it); or pass one array twice."
         )
     packing = _checks.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q.shape[0], k.shape[0])
-    call = call._replace(packing=packing, bottom_right=matters and causal_alignment == "bottom_right")
+    longest = min(int(max_seqlen_k), _checks.MAX_LENGTH) if isinstance(max_seqlen_k, (int, np.integer)) else None
+    call = call._replace(packing=packing, longest=longest, bottom_right=matters and causal_alignment == "bottom_right")
     return attend(call, deterministic, return_residual, implementation)
 
 
