@@ -37,7 +37,7 @@ __device__ __forceinline__ void walk(const Problem& p, uint32_t shared, const En
   }
 }
 
-// The next ticket of a call whose blocks wait for each other: who has it waits for lower ones alone, whose blocks have
+// The next ticket of a call. Where blocks wait for each other, who has it waits for lower ones alone, whose blocks have
 // begun. The counter stands behind those of the first head.
 __device__ __forceinline__ uint32_t draw_ticket(const Problem& p) {
   return atomicAdd(static_cast<int*>(p.order.data) + (p.T + 31) / 32, 1);
@@ -68,11 +68,14 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
   };
   Plans<Config, kSpans> plans(shared);
   const uint32_t block = schedule.ordered ? draw_ticket(p) : blockIdx.x;
-  const int steps = schedule.steps(block);
+  const bool drawn = kSpans && schedule.drawn;
+  const int steps = drawn ? INT32_MAX : schedule.steps(block);
   KeyTile at{};
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
-    const BackwardSchedule::Place place = schedule.place(block, step);
+    const uint32_t ticket = drawn ? draw_ticket(p) : 0;
+    if (drawn && ticket >= schedule.tickets()) break;
+    const BackwardSchedule::Place place = drawn ? schedule.drawn_place(ticket) : schedule.place(block, step);
     if (place.tile < 0) continue;
     at.template find<Config::kTile.keys(), Config::kTile.queries, kSpans>(p, schedule, place);
     plans.publish(at);

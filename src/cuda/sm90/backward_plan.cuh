@@ -77,6 +77,7 @@ struct BackwardSchedule {
   bool first_long;  // the first key tiles meet the most queries, not the last ones
   bool ordered;     // blocks add to dQ in turn: a tile a block, that with the lowest ticket first,
   bool descending;  // the last keys first
+  bool drawn;       // blocks stay and draw a tile after the other, the first keys first: nobody knows what spans cost
   bool chores;      // blocks do what else would be kernels before and after this one; all are resident
 
   struct Place {
@@ -88,7 +89,11 @@ struct BackwardSchedule {
   JAX_FLASH2_HD int steps(uint32_t block) const { return ordered ? 1 : lists.steps(block); }
   // Warps that add dQ to memory: one a warpgroup, where no other has the chores.
   JAX_FLASH2_HD int drains() const { return chores ? 1 : BackwardTile::kConsumers; }
-  // A step of a block's list, or what a ticket stands for.
+  JAX_FLASH2_HD Place drawn_place(uint32_t ticket) const {
+    const uint32_t head = ticket / lists.tiles;
+    return {int(ticket % lists.tiles), int(head % parts), int(head / parts), true};
+  }
+  // A step of a block's list, or what a ticket of an ordered call stands for.
   JAX_FLASH2_HD Place place(uint32_t unit, int step) const {
     if (ordered) {
       const uint32_t tile = unit % lists.tiles;
@@ -246,13 +251,9 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
     const Tiles met = mask.query_tiles(int(tile) * kKeys, int(tile) * kKeys + kKeys, kQueries);
     return met.end - met.begin;
   };
-  const bool even = cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
-  const FixedLists::Costs costs = p.has_spans()         ? FixedLists::kUnknown
-                                  : p.ragged() || !even ? FixedLists::kRising
-                                                        : FixedLists::kEven;
+  const bool even = !p.ragged() && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
   schedule->parts = uint32_t(parts);
-  // Of spans, too: those of a causal mask.
-  schedule->first_long = cost(0) > cost(tiles - 1) || p.has_spans();
+  schedule->first_long = cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
   // Under a causal mask, which spans may be, the last keys are first at any query.
   schedule->descending = p.spec.window_right >= 0 || p.has_spans();
@@ -261,8 +262,9 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&
                      p.T > 0 && p.S <= kMostKeysForChores && tiles <= resident && !p.grads.sinks.present() &&
                      device_attribute(cudaDevAttrCooperativeLaunch) != 0;
-  schedule->lists =
-      FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), costs, uint32_t(resident), schedule->chores);
+  schedule->drawn = p.has_spans() && !schedule->ordered && !schedule->chores && p.order.present() && p.T > 0;
+  schedule->lists = FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even || schedule->drawn,
+                                     uint32_t(resident), schedule->chores);
   return {};
 }
 

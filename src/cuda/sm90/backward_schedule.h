@@ -2,9 +2,8 @@
 //
 // Blocks that stay resident and walk a list hide each tile's start behind the end of the one before, but a list fixed
 // beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where
-// they rise or fall along a head, a list is made of pairs: a head's tile with the most keys and the one with the fewest,
-// the next two, and so on, which cost the same; where nobody knows, of every workers-th tile
-// again, counted to and fro. The last tiles are blocks of their own, longest first, which the hardware hands out as
+// they do not, a list is made of pairs: a head's tile with the most keys and the one with the fewest, the next two, and
+// so on, which cost the same. The last tiles are blocks of their own, longest first, which the hardware hands out as
 // multiprocessors fall idle. Heads are walked one after another.
 #pragma once
 #include <algorithm>
@@ -19,22 +18,19 @@ struct FixedLists {
   uint32_t members;       // 2: pairs, 1: single tiles
   uint32_t workers;       // blocks that walk a list
   uint32_t listed;        // units (pairs, or tiles) in lists; the rest are blocks of their own
-  bool turning;           // lists are dealt out to and fro
 
   struct Place {
     int tile, head;  // tile -1: nothing to do
     bool ends_unit;
   };
 
-  enum Costs { kEven, kRising, kUnknown };  // of a head's tiles; rising or falling
-
   // resident: blocks that the device runs at once; together: there are to be no more.
-  static FixedLists make(uint32_t tiles, uint32_t heads, Costs costs, uint32_t resident, bool together) {
-    FixedLists s{tiles, heads, costs == kRising ? 2u : 1u, 0, 0, costs == kUnknown && !together};
+  static FixedLists make(uint32_t tiles, uint32_t heads, bool even, uint32_t resident, bool together) {
+    FixedLists s{tiles, heads, even ? 1u : 2u, 0, 0};
     s.workers = std::min(resident, s.units()), s.listed = s.units();
-    if (costs != kEven && !together) {
+    if (!even && !together) {
       const uint64_t all = uint64_t(tiles) * heads;  // one round of tiles, at least, is left over
-      s.listed = all < resident ? 0 : uint32_t((all - resident) / resident / s.members) * resident;
+      s.listed = all < resident ? 0 : uint32_t((all - resident) / resident / 2) * resident;
       if (s.listed == 0) s.workers = 0;
     }
     return s;
@@ -49,10 +45,7 @@ struct FixedLists {
   JAX_FLASH2_HD int steps(uint32_t block) const { return block < workers ? units_of_block(block) * int(members) : 1; }
 
   JAX_FLASH2_HD Place place(uint32_t block, uint32_t step) const {
-    if (block < workers) {
-      const uint32_t turn = step / members, at = turning && turn % 2 ? workers - 1 - block : block;
-      return member(at + turn * workers, step % members);
-    }
+    if (block < workers) return member(block + step / members * workers, step % members);
     const uint32_t rest = units() - listed, single = block - workers;  // the long ones of all pairs come first
     return single < rest ? member(listed + single, 0) : member(units() - 1 - (single - rest), 1);
   }
