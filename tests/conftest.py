@@ -43,6 +43,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", evaluate.BACKENDS)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The record of a GPU run is of what needs it: tests of the CPU backend pass or fail on any machine."""
+    if config.getoption("--record-gpu-run") is None:
+        return
+    of_cpu = [item for item in items if _backend(item) == "cpu"]
+    config.hook.pytest_deselected(items=of_cpu)
+    items[:] = [item for item in items if _backend(item) != "cpu"]
+    items.sort(key=lambda item: _backend(item) != "cuda")  # should it be cut short, the kernels were tried
+
+
+def _backend(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("backend") if callspec else None
+
+
 @pytest.fixture
 def device(backend: str) -> jax.Device:
     return jax.devices(backend)[0]
