@@ -22,7 +22,7 @@ from jax_flash2._spec import AttentionSpec
 _BLOCK = 128  # keys
 _OPERANDS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "scale", "query_lens", "key_lens"),
-    *("key_spans", "query_spans", "positions"),  # the last one of ALiBi, which is refused itself
+    *("key_spans", "query_spans", "span_flags", "positions"),  # the last one of ALiBi, which is refused itself
 )
 _FIELDS = ("scale", "softcap", "window_left", "window_right", "bottom_right", "deterministic", "longest_span")
 

@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: needs a GPU, and up to 40 GiB of its memory")
     if config.getoption("--record-gpu-run") and "cuda" not in evaluate.BACKENDS:
         raise pytest.UsageError("--record-gpu-run: JAX finds no GPU here")
+    if config.getoption("--record-gpu-run") and (lacking := record.lacking()):
+        raise pytest.UsageError(f"--record-gpu-run: this build lacks the kernels of {', '.join(lacking)}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

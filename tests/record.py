@@ -31,6 +31,14 @@ def tree_digest() -> str:
     return module.source_digest()
 
 
+def lacking() -> list[str]:
+    """The dtypes that CUDA is said to serve and this build has no kernel for, as where JAX_FLASH2_KERNELS is set."""
+    from jax_flash2 import _native
+
+    built = {dtype for _, _, dtype, *_ in _native.cuda.instances()} if _native.cuda else set()
+    return [name for name, short in _native.CUDA_DTYPES.items() if short not in built]
+
+
 def append(path: pathlib.Path, ended: Mapping[str, Sequence[str]], *, whole: bool) -> None:
     """A run by the tests that passed, failed, ended in an error and were skipped. whole: of all tests there are."""
     import jax

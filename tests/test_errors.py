@@ -3,6 +3,8 @@
 What is right but not served is refused too, and the message says what is served. Nothing is dropped in silence.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,7 +200,7 @@ def _gradient_for(platform, *names, dtype=bf16, **keywords):
 def test_operands_compile_for_cuda(name, dtype):
     """Where they may remove pairs, q, k, v and dout are cleared of what may hold NaN first."""
     text = _gradient_for("cuda", name, dtype=dtype)
-    assert text.count("custom_call @jax_flash2") == 2
+    assert len(re.findall("custom_call @jax_flash2_(forward|backward)_v1", text)) == 2
     assert ("stablehlo.select" in text) == (name in ("bias", "mask", "segment ids"))
 
 
