@@ -250,10 +250,21 @@ def test_wrong_primals_and_tangents():
         attention_jvp(xs, xs, causal=True)
 
 
-def test_forward_mode_of_attention_itself_is_refused():
-    xs = _small()[:3]
+FORWARD_MODES = {
+    "jvp": lambda xs: jax.jvp(attention, xs, xs),
+    "jit of jvp": jax.jit(lambda xs: jax.jvp(attention, xs, xs)),
+    "jvp of jit": lambda xs: jax.jvp(jax.jit(attention), xs, xs),
+    "jacfwd": lambda xs: jax.jacfwd(lambda query: attention(query, *xs[1:]))(xs[0]),
+    "linearize": lambda xs: jax.linearize(attention, *xs)[1](*xs),
+    "vmap of jvp": lambda xs: jax.vmap(lambda *xs: jax.jvp(attention, xs, xs))(*(x[None] for x in xs)),
+}
+
+
+@pytest.mark.parametrize("function", FORWARD_MODES.values(), ids=FORWARD_MODES.keys())
+def test_forward_mode_of_attention_itself_is_refused(function):
+    """Wherever it is asked for: no tangent that is silently 0."""
     with pytest.raises(TypeError, match=r"forward-mode.*jvp"):
-        jax.jvp(attention, xs, xs)
+        jax.block_until_ready(function(_small()[:3]))
 
 
 def test_what_has_no_second_derivative_says_so():

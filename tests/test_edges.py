@@ -11,6 +11,7 @@ from jax_flash2 import attention
 
 EMPTY = {
     "no batch rows": ((0, 4, 2, 16), (0, 5, 2, 16)),
+    "no batch rows, grouped heads": ((0, 4, 6, 16), (0, 5, 2, 16)),
     "a batch axis of none": ((3, 0, 4, 2, 16), (3, 0, 5, 2, 16)),
     "no queries": ((2, 0, 2, 16), (2, 5, 2, 16)),
     "no keys": ((2, 4, 2, 16), (2, 0, 2, 16)),
@@ -38,6 +39,19 @@ def test_empty_axes(q_shape, k_shape, keywords, device):
         for x, gradient in zip((q, k, v, scale), gradients, strict=True):
             assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
             np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_vmap_over_nothing(axes, device):
+    """The call itself sees no empty axis then, only its primitives do; what is shared has a gradient of 0."""
+    with jax.default_device(device):
+        x, empty = jnp.ones((2, 5, 4, 16), jnp.bfloat16), jnp.ones((0, 2, 5, 4, 16), jnp.bfloat16)
+        q, k = (x if axis is None else empty for axis in axes)
+        mapped = jax.vmap(lambda q, k: attention(q, k, k, is_causal=True, return_residual=True), axes)
+        (out, lse), pullback = jax.vjp(jax.jit(mapped), q, k)
+        assert (out.shape, lse.shape) == (empty.shape, empty.shape[:-1])
+        for primal, gradient in zip((q, k), pullback((out, lse)), strict=True):
+            np.testing.assert_array_equal(gradient, jnp.zeros_like(primal))
 
 
 def test_zero_cotangents_give_zero_gradients(backend, dtype):

@@ -3,7 +3,10 @@
 What is right but not served is refused too, and the message says what is served. Nothing is dropped in silence.
 """
 
+import functools
+import importlib
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_flash2
-from jax_flash2 import attention, dot_product_attention, reference
+from jax_flash2 import _native, attention, dot_product_attention, reference
 
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 
@@ -245,6 +248,27 @@ def test_cuda_on_a_cpu_is_refused_and_names_both():
 def test_numbers_of_other_kinds_are_taken():
     trace(attention, {"scale": np.float16(0.5), "logits_soft_cap": np.int64(30), "is_causal": np.True_,
                       "causal_alignment": "top_left", "local_window_size": [np.int32(4), None]})  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "caught"), [(ModuleNotFoundError, True), (ImportError, True), (TypeError, False)])
+def test_only_an_import_that_fails_counts_as_no_cuda_code(monkeypatch, error, caught):
+    """A fault of our own must not look like an install for the CPU; and what is caught is said."""
+    real = importlib.import_module
+
+    def without_cuda(name, *rest):
+        if name == "jax_flash2._cuda":
+            raise error("libcudart is missing")
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", without_cuda)
+    run = functools.partial(runpy.run_path, _native.__file__)
+    if not caught:
+        with pytest.raises(error, match="libcudart"):
+            run()
+        return
+    found = run()
+    assert found["cuda"] is None
+    assert found["cuda_missing"] in ("was built without CUDA code", "cannot load its CUDA code (libcudart is missing)")
 
 
 def test_capabilities_are_plain_data():

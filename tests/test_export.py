@@ -121,20 +121,20 @@ RUNNER = """
 """
 
 
-def test_a_fresh_process_runs_a_serialised_program(tmp_path):
+def test_a_fresh_process_runs_a_serialised_program(tmp_path, backend):
     """With its gradient, after importing the package; without it, an error that names the target, and no crash."""
     args = [x.astype(jnp.float32) for x in _arguments(_plain)]
 
     def function(*xs):
         return jax_flash2.attention(*xs, is_causal=True, causal_alignment="top_left", return_residual=True)
 
-    exported = export.export(jax.jit(function), platforms=("cpu",), disabled_checks=jax_flash2.export_checks())
+    exported = export.export(jax.jit(function), platforms=(backend,), disabled_checks=jax_flash2.export_checks())
     (tmp_path / "program").write_bytes(exported(*args).serialize(vjp_order=1))
     np.savez(tmp_path / "args.npz", *args)
 
     def run(how):
         command = [sys.executable, "-P", "-c", textwrap.dedent(RUNNER), str(tmp_path), how]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = os.environ | {"JAX_PLATFORMS": backend, "XLA_FLAGS": ""}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
     alone = run("alone")
@@ -142,7 +142,7 @@ def test_a_fresh_process_runs_a_serialised_program(tmp_path):
     assert "jax_flash2_forward_v1" in alone.stderr
     done = run("with us")
     assert done.returncode == 0, done.stderr
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(jax.devices(backend)[0]):
         primals, pullback = jax.vjp(function, *args)
         want = [*primals, *pullback(jax.tree.map(jnp.ones_like, primals))]
     calls.assert_close(list(np.load(tmp_path / "results.npz").values()), [np.asarray(x) for x in want], jnp.float32)

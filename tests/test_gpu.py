@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash2 import attention
+from jax_flash2 import attention, capabilities
 
 pytestmark = pytest.mark.skipif("cuda" not in evaluate.BACKENDS, reason="needs a GPU")
 
@@ -50,6 +50,37 @@ def test_planned_memory_in_float32():
         args = [x.astype(jnp.float32) for x in operands(key_heads)]
         memory = gradients().lower(*args).compile().memory_analysis()
         assert memory.temp_size_in_bytes <= 4 * B * T * N * D + 2 * 4 * B * N * T + 4096
+
+
+def test_planned_memory_with_a_shared_bias():
+    """Beside the residuals, copies of query, key and value at most: one bias for each row and head would be 512 MiB."""
+    B, T, N, D = 8, 2048, 8, 64
+    x = jax.ShapeDtypeStruct((B, T, N, D), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 1, T, T), jnp.bfloat16)
+    memory = jax.jit(attention).lower(x, x, x, bias).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 64e6
+
+
+def test_planned_memory_with_segment_ids():
+    """A T x T mask would be 4 GiB."""
+    T, N, D = 65_536, 2, 64
+    x, ids = jax.ShapeDtypeStruct((1, T, N, D), jnp.bfloat16), jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def loss(q, k, v, ids):
+        out = attention(q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids)
+        return jnp.sum(out.astype(jnp.float32))
+
+    for function in (loss, jax.grad(loss, (0, 1, 2))):
+        memory = jax.jit(function).lower(x, x, x, ids).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 300e6
+
+
+def test_capabilities_say_which_kernels_run():
+    """Of this device, whose compute capability has kernels of its own or runs those of all."""
+    row, device = capabilities()["cuda"]["devices"][0], jax.devices("cuda")[0]
+    assert row["name"] == device.device_kind
+    assert ".".join(map(str, row["compute_capability"])) == device.compute_capability
+    assert row["arch"] == ("sm90" if device.compute_capability == "9.0" else "sm80")
 
 
 def test_calls_are_held_by_a_cuda_graph(tmp_path):

@@ -105,6 +105,22 @@ def test_vmap(axes, shapes):
     _near(jax.jit(jax.vmap(_gradients, axes))(*args), [np.stack(xs) for xs in zip(*rows, strict=True)])
 
 
+@pytest.mark.parametrize("axis", [0, None], ids=["own", "shared"])
+@pytest.mark.parametrize("shape", [(1, 1, T, S), (B, 1, T, S)], ids=str)
+def test_vmap_of_the_gradient_of_a_sum(shape, axis):
+    """The cotangent lacks the axis, the bias has one head for all, and perhaps lacks the axis too."""
+    xs = [_random(7, name, (3, *SHAPES[name])) for name in ("query", "key", "value")]
+    bias = _random(7, "bias", shape if axis is None else (3, *shape))
+
+    def loss(bias, *xs):
+        return jnp.sum(attention(*xs, bias))
+
+    run = jax.value_and_grad(loss, (0, 1, 2, 3))
+    rows = [jax.jit(run)(bias if axis is None else bias[i], *(x[i] for x in xs)) for i in range(3)]
+    want = jax.tree.map(lambda *x: np.stack(x), *rows)
+    calls.assert_close(jax.jit(jax.vmap(run, (axis, 0, 0, 0)))(bias, *xs), want, jnp.float32)
+
+
 def test_gradient_of_a_vmap_sums_over_what_is_shared():
     xs = [_random(2, name, (3, *SHAPES[name])) for name in ("query", "key", "value")]
     bias = _random(2, "bias", (1, N, 1, S))
@@ -116,6 +132,51 @@ def test_gradient_of_a_vmap_sums_over_what_is_shared():
         return sum(jnp.sum(jnp.sin(attention(*(x[i] for x in xs), bias))) for i in range(3))
 
     _near([jax.jit(jax.grad(mapped))(bias)], [jax.jit(jax.grad(looped))(bias)])
+
+
+def test_operands_in_the_carry_of_a_scan():
+    """Also those without a gradient are traced: kept as if they were static, they would leak out of the loop."""
+    query, *_, dout, _ = _arguments(8)
+    _, _, _, bias, mask, query_ids, key_ids, slopes, sinks, _, _ = _arguments(8)
+    key, value = (_random(8, name, SHAPES["key"]) for name in ("key", "value"))
+
+    def step(carry, _):
+        x, (bias, mask, query_ids, key_ids, slopes, sinks), rng = carry
+        rng, used = jax.random.split(rng)
+        x = attention(
+            x,
+            key,
+            value,
+            bias,
+            mask,
+            causal_alignment="bottom_right",
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            dropout_rate=0.3,
+            dropout_rng=used,
+        )
+        return (x, (2 * bias, ~mask, query_ids - 1, key_ids - 1, -slopes, sinks + 1), rng), None
+
+    def loss(query, floating, scanned):
+        bias, slopes, sinks = floating
+        carry = query, (bias, mask, query_ids, key_ids, slopes, sinks), jax.random.key(0)
+        if scanned:
+            carry, _ = jax.lax.scan(step, carry, length=3)
+        else:
+            carry = functools.reduce(step_alone, range(3), carry)
+        return jnp.sum(carry[0] * dout)
+
+    def step_alone(carry, _):
+        return step(carry, None)[0]
+
+    with jax.check_tracer_leaks(True):
+        got, want = (
+            jax.jit(jax.grad(functools.partial(loss, scanned=x), (0, 1)))(query, (bias, slopes, sinks))
+            for x in (True, False)
+        )
+    _near(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
 # Several devices.

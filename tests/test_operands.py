@@ -5,6 +5,7 @@ Against the float64 oracle; each operand alone is a row of cases.py.
 
 import inspect
 import itertools
+import re
 
 import cases
 import evaluate
@@ -205,6 +206,21 @@ def test_a_shared_bias_is_read_in_place(xs):
     text = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*xs, bias).compile().as_text()
     assert "[1,1,150,300]" in text
     assert not any(shape in text for shape in ("[2,4,150,300]", "[2,1,150,300]", "[1,4,150,300]"))
+
+
+@pytest.mark.parametrize("argnums", [(0, 1, 2), (0, 1, 2, 3)], ids=["q, k, v", "bias too"])
+def test_a_shared_bias_is_read_in_place_on_cuda(xs, argnums):
+    """No number of the program stands for a pair but the bias itself, once; what compares it is fused."""
+    bias = jnp.ones((1, 1, 150, 300), jnp.bfloat16)
+    xs = [x.astype(jnp.bfloat16) for x in xs]
+
+    def loss(q, k, v, bias):
+        return jnp.sum(jnp.sin(attention(q, k, v, bias).astype(jnp.float32)))
+
+    for function in (loss, jax.grad(loss, argnums)):
+        text = jax.jit(function).trace(*xs, bias).lower(lowering_platforms=("cuda",)).as_text()
+        pairs = set(re.findall(r"tensor<([\dx]*150x300x[a-hj-z]+\d+)>", text))  # of any type but i1 and integers
+        assert pairs <= {"1x1x150x300xbf16", "1x1x150x300xf32"}
 
 
 def test_a_causal_mask_is_causal(xs):

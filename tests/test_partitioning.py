@@ -267,14 +267,15 @@ def test_split_lengths_are_refused_in_an_explicit_mesh(which, name, axis, letter
         _compile(calls.output, args, specs, _mesh(EXPLICIT))
 
 
-def test_cotangent_that_is_split_otherwise():
+@pytest.mark.parametrize("spec", [HEADS, P(None, "model"), P("model")], ids=["heads", "length", "batch"])
+def test_cotangent_that_is_split_otherwise(spec):
     """The output is constrained to another split than the operands: the gradient must still be of one cut."""
-    args = _arguments(10)[:3]
+    args = _arguments(10, query=(B, 8, N, D))[:3]
     mesh = _mesh()
 
     def loss(query, key, value):
         out = calls.output(query, key, value, return_residual=False)
-        out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P(None, None, "model")))
+        out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh, spec))
         return jnp.sum(jnp.sin(out))
 
     gradient = jax.grad(loss, (0, 1, 2))

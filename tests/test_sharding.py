@@ -144,6 +144,22 @@ def test_unvarying_keys_meet_varying_queries():
     _near(jax.jit(sharded)(query, key, value, dout), want)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_key_head_shared_by_all_shards(check_vma):
+    """One key head, whole on every shard, and queries split by heads: its gradient is summed over shards, once."""
+    query, key, value = (x[:, :, :heads] for x, heads in zip(_operands(8), (N, 1, 1), strict=True))
+
+    def loss(query, key, value):
+        return jnp.sum(jnp.sin(calls.output(query, key, value, return_residual=False)))
+
+    specs = (P(None, None, "model"), P(), P())
+    sharded = jax.shard_map(
+        lambda *xs: jax.lax.psum(loss(*xs), "model"), mesh=_mesh(), in_specs=specs, out_specs=P(), check_vma=check_vma
+    )
+    got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(query, key, value) for f in (sharded, loss))
+    _near(got, want)
+
+
 def test_scan_inside_shard_map():
     """The carry's type, varying axes included, must be what attention returns."""
     query, key, value = _operands(3)

@@ -242,10 +242,19 @@ def test_merging_partial_results_by_lse():
     calls.assert_close(got[1], want[1])
 
 
-def test_checkpoint_of_lse():
-    xs = _operands(8)
-    saved = jax.checkpoint(lambda *xs: jnp.sum(calls.output(*xs)[1] ** 2), policy=jax_flash2.checkpoint_policy())
-    assert calls.count(jax.grad(saved), *xs)["flash_forward"] == 1
+@pytest.mark.parametrize(("policy", "forwards"), [(None, 2), (jax_flash2.checkpoint_policy(), 1)], ids=["all", "ours"])
+def test_checkpoint_of_lse(policy, forwards):
+    """Computed again or kept, with lengths: bit by bit the gradients of the plain call."""
+    *xs, _, lens = calls.arguments(8, "query", "key", "value", "query_lens", "key_lens")
+
+    def loss(*xs):
+        out, lse = calls.output(*xs, key_value_seq_lengths=lens, deterministic=True)
+        return jnp.sum(out.astype(jnp.float32) ** 3) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) ** 2)
+
+    saved = jax.checkpoint(loss, policy=policy)
+    assert calls.count(jax.grad(saved), *xs)["flash_forward"] == forwards
+    got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(*xs) for f in (saved, loss))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_scan_and_checkpoint():

@@ -1,0 +1,63 @@
+// Which kernels a call gets on a device of each compute capability, and that a device that is too old is refused by name.
+// Linked with the dispatcher, and with a CUDA runtime and kernels that do nothing but say what they were asked.
+#include "cuda/dispatch.h"
+
+#include <cstdio>
+#include <cstring>
+
+using jax_flash2::DType;
+using jax_flash2::Problem;
+using jax_flash2::Status;
+
+namespace {
+
+int g_major = 0, g_minor = 0;  // of the only device there is
+const char* g_ran = nullptr;   // the architecture whose kernel was run
+
+struct Row {
+  int major, minor;
+  const char* arch;  // null: refused
+};
+
+constexpr Row kRows[] = {{7, 0, nullptr}, {7, 5, nullptr}, {8, 0, "sm80"}, {8, 6, "sm80"},
+                         {8, 7, "sm80"},  {8, 9, "sm80"},  {9, 0, "sm90"}, {10, 0, "sm80"},
+                         {10, 3, "sm80"}, {11, 0, "sm80"}, {12, 0, "sm80"}};
+
+bool same(const char* a, const char* b) { return a && b ? !std::strcmp(a, b) : a == b; }
+
+}  // namespace
+
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? g_major : g_minor;
+  return cudaSuccess;
+}
+
+namespace jax_flash2::cuda {
+#define JAX_FLASH2_INSTANCE(arch, pass, dtype, dim, value_dim) \
+  Status arch##_##pass##_##dtype##_##dim##_##value_dim(const Problem&, cudaStream_t) { return g_ran = #arch, Status{}; }
+#include "instances.inc"
+#undef JAX_FLASH2_INSTANCE
+}  // namespace jax_flash2::cuda
+
+int main() {
+  int checks = 0, failed = 0;
+  for (const Row& row : kRows) {
+    g_major = row.major, g_minor = row.minor;
+    for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+      g_ran = nullptr, checks++;
+      Problem p{};
+      p.dtype = dtype, p.D = p.Dv = 64;
+      const Status status = jax_flash2::cuda::forward(p, nullptr);
+      const char* const want = row.arch && dtype == DType::kF32 ? "fma" : row.arch;
+      const bool said = want ? status.ok() : !status.ok() && std::strstr(status.error, "compute capability 8.0");
+      if (said && same(g_ran, want)) continue;
+      std::printf("FAILED %d.%d: ran %s, not %s; %s\n", row.major, row.minor, g_ran ? g_ran : "nothing",
+                  want ? want : "nothing", status.ok() ? "no error" : status.error);
+      failed++;
+    }
+  }
+  std::printf("%d checks, %d failed\n", checks, failed);
+  return failed != 0;
+}
