@@ -41,8 +41,9 @@ def _check(pack, dtype, backend):
     ("pack", "kind"), [(pack, kind) for pack, kinds in _IN_TURN for kind in kinds], ids=lambda x: getattr(x, "id", x)
 )
 def test_packs(pack, kind, backend):
-    if kind in evaluate.DTYPES[backend]:
-        _check(pack, kind, backend)
+    if kind not in evaluate.DTYPES[backend]:
+        pytest.skip(f"{backend} serves no {kind}")
+    _check(pack, kind, backend)
 
 
 _LAWS = [pack for pack in packs.PACKS if not pack.id.startswith(("long", "dims", "deterministic", "whole"))]
