@@ -66,7 +66,7 @@ def _packed_side(
 def _sequence(starts: jax.Array, size: Any) -> jax.Array:
     """[size]: the sequence that a row lies in, or the one before or behind it."""
     count = starts.shape[0]
-    if isinstance(count, int) and count <= 64:  # one loop over rows; above that XLA's may keep all it compares
+    if isinstance(count, int) and count <= 32:  # one loop over rows; of more XLA's for CPUs keeps all it compares
         row = jnp.arange(size, dtype=jnp.int32)[:, None]
         reached = jnp.sum(starts <= row, -1, dtype=jnp.int32)
     else:

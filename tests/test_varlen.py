@@ -118,6 +118,17 @@ def test_spans_are_the_mask(rng, window, bottom_right):
         np.testing.assert_array_equal(_drawn(query_spans[x], T), keep.T)
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("sequences", [31, 32, 63, 600])
+def test_spans_take_a_few_numbers_a_row(sequences):
+    """As XLA plans it for the CPU, which keeps what it compares where a row is compared with many."""
+    size = 8192
+    starts, lengths = (jax.ShapeDtypeStruct((sequences + n,), jnp.int32) for n in (1, 0))
+    make = functools.partial(_packing.packed, queries=size, keys=size, window=(None, 0), bottom_right=False)
+    memory = jax.jit(make).lower((starts, starts, lengths, lengths)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 40 * 2 * size
+
+
 def _drawn(spans, size):
     """bool [rows, size]; and what src/core/spec.h demands of the ends."""
     begin, end = np.where(spans[:, 0] < 0, ~spans[:, 0], spans[:, 0]), spans[:, 1]
