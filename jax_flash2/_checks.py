@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash2 import _options
+from jax_flash2 import _compat, _options
 
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
@@ -133,7 +133,14 @@ def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
-    shapes = {name: np.shape(array(name, x)) for name, x in numbers.items() if x is not None or name.startswith("cu")}
+    arrays = {name: array(name, x) for name, x in numbers.items() if x is not None or name.startswith("cu")}
+    for name, x in arrays.items():
+        if any(split is not None for split in _compat.sharding_spec(jax.typeof(x))):
+            raise NotImplementedError(
+                f"{name} {jax.typeof(x).str_short()} is split over a mesh, but each device needs all of it: gather it "
+                "with jax.sharding.reshard, or map over packs with jax.vmap and split that axis."
+            )
+    shapes = {name: x.shape for name, x in arrays.items()}
     for name, shape in shapes.items():
         if len(shape) != 1 or (name.startswith("cu") and shape[0] == 0):
             what = "[B + 1], the starts of B sequences and the end" if name.startswith("cu") else "[B], lengths"

@@ -53,7 +53,9 @@ def _packed_side(
     """
     b = _sequence(starts, size)
     of_each = (starts[:-1], lengths, other_starts[:-1], other_lengths, shift)
-    start, length, low, others, shift = (x.at[b].get(mode="promise_in_bounds") for x in of_each)
+    # Added zeros, which XLA removes, map each where starts are mapped: of an array that is not JAX takes no elements by
+    # indices that a mesh splits.
+    start, length, low, others, shift = ((x + 0 * starts[:-1]).at[b].get(mode="promise_in_bounds") for x in of_each)
     index, high = jnp.arange(size, dtype=jnp.int32) - start, low + others
     position = low + index + shift
     begin, end = jnp.clip(position - before, low, high), jnp.clip(position + after + 1, low, high)

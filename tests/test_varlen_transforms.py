@@ -146,6 +146,37 @@ def test_heads_are_split_without_a_collective(kind, keywords):
     calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
 
 
+def test_split_starts_are_refused_in_an_explicit_mesh():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("model",), axis_types=(AxisType.Explicit,))
+    args = _arguments()
+    with jax.set_mesh(mesh):
+        args[4] = jax.device_put(args[4], NamedSharding(mesh, P("model")))
+        with pytest.raises(NotImplementedError, match=r"cu_seqlens_k int32\[4@model\] is split .*sharding.reshard"):
+            _gradients(*args)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shared", [(), (3,), (4,), (3, 4)], ids=str)
+def test_mapped_packs_are_split(kind, shared):
+    """A pack or two a device, with starts of their own or shared ones; no collective."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(kind,))
+    args = _arguments(2)
+    for i in shared:
+        args[i] = args[i][0]
+    axes = [None if i in shared else 0 for i in range(len(args))]
+    for alignment in ("top_left", "bottom_right"):
+        call = jax.jit(jax.vmap(functools.partial(_gradients, causal_alignment=alignment), axes))
+        want = call(*args)
+        split = [NamedSharding(mesh, P() if axis is None else P("data")) for axis in axes]
+        with jax.set_mesh(mesh):
+            compiled = call.lower(*jax.device_put(args, split)).compile()
+            got = compiled(*jax.device_put(args, split))
+        text = compiled.as_text()
+        assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+        assert all("data" in x.sharding.spec for x in got)
+        calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+
+
 def test_shard_map_over_packs():
     """Each device has packs of its own, in a shard_map that tracks what varies; keys of all are shared."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
