@@ -60,7 +60,9 @@ class Case:
         length = f"t{self.sq}" + (f"/{self.sk}" if self.sk != self.sq else "")
         width = f"d{self.d}" + (f"/{self.dv}" if self.dv != self.d else "")
         data = "" if self.data == "normal" else f" {self.data}"
-        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}{told(self.told, self.parts)}"
+        return (
+            f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}{told_by(self.told, self.parts)}"
+        )
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -111,7 +113,7 @@ class Case:
         return {key: getattr(self, key) for key in keys}
 
 
-def told(told: str, parts: tuple[int, ...]) -> str:
+def told_by(told: str, parts: tuple[int, ...]) -> str:
     """What a label says of these fields: nothing where they are plain."""
     runs = [f"{len(list(run))}x{length}" for length, run in itertools.groupby(parts)]
     return "".join(f" {word}" for word in (told, "+".join(runs)) if word)

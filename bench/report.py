@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from bench.cases import Case, told
+from bench.cases import Case, told_by
 
 OURS = "jax_flash2"
 KEYS = ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told")
@@ -57,7 +57,7 @@ def _where(key: tuple) -> str:
     mask = ("causal" if causal else "full") + (f" w{window}" if window is not None else "")
     width, length = f"d{d}" + (f"/{dv}" if dv != d else ""), f"t{sq}" + (f"/{sk}" if sk != sq else "")
     data = "" if data == "normal" else f" {data}"
-    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}{data}{told(how, parts)}"
+    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}{data}{told_by(how, parts)}"
 
 
 def geometric_means(rows: list[dict]) -> list[dict]:
@@ -175,7 +175,7 @@ def markdown(results: dict) -> str:
         mask = ("causal" if row["causal"] else "full") + (f", window {row['window']}" if row["window"] else "")
         length = f"{row['sq']}" if row["sq"] == row["sk"] else f"{row['sq']} / {row['sk']}"
         mask += "" if row.get("data", "normal") == "normal" else f", {row['data']}"
-        mask += told(row.get("told", ""), tuple(row.get("parts", ())))
+        mask += told_by(row.get("told", ""), tuple(row.get("parts", ())))
         width = row["d"] if row["d"] == row["dv"] else f"{row['d']} / {row['dv']}"
         key = (row["mode"], row["dtype"], width, mask, length, f"{row['h']} / {row['hk']}", row["b"])
         cell = cells.setdefault(key, {})

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash2 import _options
+from jax_flash2 import _compat, _options
 
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
@@ -133,7 +133,14 @@ def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
-    shapes = {name: np.shape(array(name, x)) for name, x in numbers.items() if x is not None}
+    arrays = {name: array(name, x) for name, x in numbers.items() if x is not None or name.startswith("cu")}
+    for name, x in arrays.items():
+        if any(split is not None for split in _compat.sharding_spec(jax.typeof(x))):
+            raise NotImplementedError(
+                f"{name} {jax.typeof(x).str_short()} is split over a mesh, but each device needs all of it: gather it "
+                "with jax.sharding.reshard, or map over packs with jax.vmap and split that axis."
+            )
+    shapes = {name: x.shape for name, x in arrays.items()}
     for name, shape in shapes.items():
         if len(shape) != 1 or (name.startswith("cu") and shape[0] == 0):
             what = "[B + 1], the starts of B sequences and the end" if name.startswith("cu") else "[B], lengths"
@@ -146,6 +153,13 @@ def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any
                 f"{name} has shape {shape}; it must be [{letters}] = ({size},), because cu_seqlens_q has shape "
                 f"({B + 1},): one number for each sequence and, in cu_seqlens alone, one for the end."
             )
+    try:
+        bool(B >= 1)
+    except jax.errors.InconclusiveDimensionOperation as error:
+        raise ValueError(
+            f"cu_seqlens_q has shape ({B + 1},), which may hold no sequence; a symbolic shape must say that there is "
+            "one. Call it b + 1 in jax.export.symbolic_shape, or give it the constraint 'b >= 2'."
+        ) from error
 
     def starts(name: str, total: Any) -> jax.Array:
         x: Any = _integers(name, numbers[name], (), (("B + 1", B + 1),), 0, total)
@@ -158,6 +172,8 @@ def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any
         return whole if used is None or B == 0 else jnp.minimum(whole, used)
 
     query_starts, key_starts = starts("cu_seqlens_q", T), starts("cu_seqlens_k", S)
+    if cu_seqlens_k is cu_seqlens_q:  # then lengths are equal, and no alignment matters, whatever the totals are
+        query_starts = key_starts = query_starts if T == S else jnp.minimum(query_starts, key_starts)
     return Packing(query_starts, key_starts, lengths("seqused_q", query_starts, T), lengths("seqused_k", key_starts, S))
 
 

@@ -50,6 +50,14 @@ def sharding_spec(aval: Any) -> tuple[Any, ...]:
     return (*spec, *[None] * (aval.ndim - len(spec)))
 
 
+def split_as(like: Any, x: Any) -> Any:
+    """`x`, which has `like`'s shape, split over its Explicit mesh as `like` is, which may know of no mesh."""
+    spec, sharding = sharding_spec(jax.typeof(like)), jax.typeof(x).sharding
+    if sharding_spec(jax.typeof(x)) == spec:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec)))  # type: ignore[no-untyped-call]
+
+
 @functools.cache
 def _compiled(primitive: Any, **params: Any) -> Callable[..., Any]:
     def call(*args: Any) -> Any:

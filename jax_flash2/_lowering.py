@@ -150,10 +150,15 @@ def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], spec: Atten
     rows = [row for row in _native.cuda.instances() if row[1] == direction and row[2] == _native.CUDA_DTYPES[dtype]]
     head_dims = [min(head_dim, value_dim) for *_, head_dim, value_dim in rows]
     width = max(dims.sizes["D"], dims.sizes["V"])
-    if width > max(head_dims, default=0):
+    if not head_dims:
         raise NotImplementedError(
-            f"this install of jax_flash2 serves head dims up to {max(head_dims, default=0)} for {dtype} on CUDA, got "
-            f"{width}: run it on CPU, or rebuild with more head dims"
+            f"this install of jax_flash2 was built without the CUDA kernels for {dtype}: cast query, key and value, "
+            "run it on CPU, or rebuild with the default of JAX_FLASH2_KERNELS"
+        )
+    if width > max(head_dims):
+        raise NotImplementedError(
+            f"this install of jax_flash2 serves head dims up to {max(head_dims)} for {dtype} on CUDA, got {width}: "
+            "run it on CPU, or rebuild with more of JAX_FLASH2_HEAD_DIMS"
         )
 
 

@@ -53,7 +53,9 @@ def _packed_side(
     """
     b = _sequence(starts, size)
     of_each = (starts[:-1], lengths, other_starts[:-1], other_lengths, shift)
-    start, length, low, others, shift = (x.at[b].get(mode="promise_in_bounds") for x in of_each)
+    # Added zeros, which XLA removes, map each where starts are mapped: of an array that is not JAX takes no elements by
+    # indices that a mesh splits.
+    start, length, low, others, shift = ((x + 0 * starts[:-1]).at[b].get(mode="promise_in_bounds") for x in of_each)
     index, high = jnp.arange(size, dtype=jnp.int32) - start, low + others
     position = low + index + shift
     begin, end = jnp.clip(position - before, low, high), jnp.clip(position + after + 1, low, high)
@@ -66,7 +68,7 @@ def _packed_side(
 def _sequence(starts: jax.Array, size: Any) -> jax.Array:
     """[size]: the sequence that a row lies in, or the one before or behind it."""
     count = starts.shape[0]
-    if isinstance(count, int) and count <= 64:  # one loop over rows; above that XLA's may keep all it compares
+    if isinstance(count, int) and count <= 32:  # one loop over rows; of more XLA's for CPUs keeps all it compares
         row = jnp.arange(size, dtype=jnp.int32)[:, None]
         reached = jnp.sum(starts <= row, -1, dtype=jnp.int32)
     else:

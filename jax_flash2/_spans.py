@@ -1,8 +1,9 @@
 """Row by row, which keys a query may read: the operands key_spans, query_spans and span_flags, from mask and ids.
 
 With them kernels skip the tiles that mask and ids leave empty, walk bare the tiles that they leave whole, and load
-zeros for what is dead, which may hold NaN. Rules in src/core/spec.h. Ids cost a binary search, never T x S work; a mask
-is read once by rows and once by columns. Nothing here waits for the host.
+zeros for what is dead, which may hold NaN. Rules in src/core/spec.h. Ids cost a search, never T x S work; a mask alone
+is read once, by a kernel of its own, and beside other operands once by rows and once by columns. Nothing here waits for
+the host.
 """
 
 from collections.abc import Sequence

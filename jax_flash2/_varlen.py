@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 
 from jax_flash2 import _checks
@@ -56,8 +57,9 @@ def varlen_attention(
       cu_seqlens_q: integers [B + 1], the start of each sequence and the end of the last; may be traced, and one program
         serves all contents. Wrong numbers give wrong results and nothing worse: they are clamped to [0, total_q], and
         one below those before it counts as the largest of those. No gradient.
-      cu_seqlens_k: integers [B + 1], likewise for keys.
-      max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number. Not used.
+      cu_seqlens_k: integers [B + 1], likewise for keys. Where it is cu_seqlens_q, the same object, sequences have as
+        many keys as queries, and both totals clamp.
+      max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number, traced or not. Not used.
       max_seqlen_k: likewise for keys. A static one helps to choose tiles; a wrong one changes no result.
       seqused_q: integers [B], how many queries of each sequence are used, clamped to its length; None: all. No
         gradient.
@@ -128,6 +130,8 @@ def varlen_attention(
 
 def _check_bound(name: str, x: Any) -> None:
     if isinstance(x, (jax.Array, np.ndarray)) and x.ndim == 0 and np.issubdtype(x.dtype, np.integer):
+        return
+    if export.is_symbolic_dim(x):
         return
     if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} is {x!r}; it must be an int, no less than the length of any sequence.")

@@ -79,13 +79,13 @@ def _drop_axes(slot: Any, letters: str, kept: str) -> Any:
 
 
 def _sum_to(gradient: Any, operand: Any) -> Any:
-    """Sums over the axes along which the operand is shared, in no less than float32."""
+    """Sums over the axes along which the operand is shared, in no less than float32; split as the operand is."""
     pairs = enumerate(zip(gradient.shape, operand.shape, strict=True))
     shared = tuple(i for i, (full, own) in pairs if own == 1 and full != 1)
     if shared:
         wide = np.promote_types(gradient.dtype, np.float32)
         gradient = jnp.sum(gradient.astype(wide), axis=shared, keepdims=True)
-    return gradient.astype(operand.dtype)
+    return _compat.split_as(operand, gradient.astype(operand.dtype))
 
 
 _attention.defvjp(_forward, _backward)

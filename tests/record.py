@@ -32,11 +32,15 @@ def tree_digest() -> str:
 
 
 def lacking() -> list[str]:
-    """The dtypes that CUDA is said to serve and this build has no kernel for, as where JAX_FLASH2_KERNELS is set."""
+    """What this build has no kernel for, as where JAX_FLASH2_KERNELS is set: of the dtypes that CUDA is said to serve,
+    and of the architectures of the devices here, whose work those of sm80 would do unseen."""
     from jax_flash2 import _native
 
-    built = {dtype for _, _, dtype, *_ in _native.cuda.instances()} if _native.cuda else set()
-    return [name for name, short in _native.CUDA_DTYPES.items() if short not in built]
+    if _native.cuda is None:
+        return list(_native.CUDA_DTYPES)
+    built = {name for arch, _, dtype, *_ in _native.cuda.instances() for name in (arch, dtype)}
+    dtypes = [name for name, short in _native.CUDA_DTYPES.items() if short not in built]
+    return dtypes + sorted({device["arch"] for device in _native.cuda.devices()} - built)
 
 
 def append(path: pathlib.Path, ended: Mapping[str, Sequence[str]], *, whole: bool) -> None:

@@ -367,8 +367,12 @@ def test_head_dims_that_were_not_compiled(monkeypatch):
     rows = [("sm80", direction, "bf16", 64, 64) for direction in ("forward", "backward")]
     monkeypatch.setattr(_native, "cuda", types.SimpleNamespace(instances=lambda: rows))
     query, key, value = (jnp.zeros((B, T, N, 72), jnp.bfloat16) for _ in range(3))
-    with pytest.raises(NotImplementedError, match="head dims up to 64 for bfloat16 on CUDA, got 72"):
+    with pytest.raises(
+        NotImplementedError, match=r"head dims up to 64 for bfloat16 on CUDA, got 72.*JAX_FLASH2_HEAD_DIMS"
+    ):
         _custom_calls(lambda *xs: _plain(*xs), (query, key, value))
+    with pytest.raises(NotImplementedError, match=r"without the CUDA kernels for float32: cast.*JAX_FLASH2_KERNELS"):
+        _custom_calls(lambda *xs: _plain(*xs), [x.astype(jnp.float32) for x in (query, key, value)])
 
 
 def _write() -> None:

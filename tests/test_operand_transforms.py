@@ -240,6 +240,23 @@ def test_explicit_axes(shapes):
         _near(jax.jit(_gradients)(*placed), want)
 
 
+@pytest.mark.parametrize("shapes", [{}, SHARED], ids=["full", "shared"])
+def test_explicit_axes_of_query_key_and_value_alone(shapes):
+    """Operands that lie whole on each device, as parameters do: so must their gradients."""
+    args, mesh = _arguments(4, **shapes), _mesh(AxisType.Explicit)
+    want = jax.jit(_gradients)(*args)
+    whole = ("bias", "mask", "query_ids", "key_ids", "alibi_slopes", "sinks")
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, P() if name in whole else _spec(name, x.shape, "data", "model")))
+            for name, x in zip(NAMES, args, strict=True)
+        ]
+        got = jax.jit(_gradients)(*placed)
+    _near(got, want)
+    assert got[2].sharding.spec == placed[0].sharding.spec
+    assert all(x.sharding.is_fully_replicated for x in got[5:])
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_a_shard_map(check_vma):
     args, mesh = _arguments(5, **SHARED), _mesh(AxisType.Auto)

@@ -1,14 +1,29 @@
 """The digest says which sources a module was built from, and a record of other sources is called stale, loudly."""
 
 import json
+import types
 
 import record
 
-from jax_flash2 import _cpu
+from jax_flash2 import _cpu, _native
 
 
 def test_the_native_module_is_built_from_this_tree():
     assert _cpu.source_digest() == record.tree_digest(), "build again: pip install -e ."
+
+
+def test_a_build_that_lacks_kernels_is_no_proof(monkeypatch):
+    rows = [(arch, "forward", dtype, 64, 64) for arch, dtype in (("sm80", "bf16"), ("sm80", "f16"), ("fma", "f32"))]
+    device = {"name": "a GPU", "compute_capability": (9, 0), "arch": "sm90"}
+
+    def lacking(instances, devices):
+        module = types.SimpleNamespace(instances=lambda: instances, devices=lambda: devices)
+        monkeypatch.setattr(_native, "cuda", module)
+        return record.lacking()
+
+    assert lacking(rows, []) == []
+    assert lacking(rows, [device]) == ["sm90"]
+    assert lacking(rows[:2], [device | {"arch": "sm80"}]) == ["float32"]
 
 
 def test_fresh_and_stale(tmp_path, capsys):

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import packs
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from jax_flash2 import varlen_attention
+from jax_flash2 import export_checks, varlen_attention
 
 T, S, N, K, D = 23, 30, 4, 2, 8
 BOUNDS = {"max_seqlen_q": 1, "max_seqlen_k": 1}
@@ -145,6 +146,37 @@ def test_heads_are_split_without_a_collective(kind, keywords):
     calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
 
 
+def test_split_starts_are_refused_in_an_explicit_mesh():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("model",), axis_types=(AxisType.Explicit,))
+    args = _arguments()
+    with jax.set_mesh(mesh):
+        args[4] = jax.device_put(args[4], NamedSharding(mesh, P("model")))
+        with pytest.raises(NotImplementedError, match=r"cu_seqlens_k int32\[4@model\] is split .*sharding.reshard"):
+            _gradients(*args)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shared", [(), (3,), (4,), (3, 4)], ids=str)
+def test_mapped_packs_are_split(kind, shared):
+    """A pack or two a device, with starts of their own or shared ones; no collective."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(kind,))
+    args = _arguments(2)
+    for i in shared:
+        args[i] = args[i][0]
+    axes = [None if i in shared else 0 for i in range(len(args))]
+    for alignment in ("top_left", "bottom_right"):
+        call = jax.jit(jax.vmap(functools.partial(_gradients, causal_alignment=alignment), axes))
+        want = call(*args)
+        split = [NamedSharding(mesh, P() if axis is None else P("data")) for axis in axes]
+        with jax.set_mesh(mesh):
+            compiled = call.lower(*jax.device_put(args, split)).compile()
+            got = compiled(*jax.device_put(args, split))
+        text = compiled.as_text()
+        assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+        assert all("data" in x.sharding.spec for x in got)
+        calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+
+
 def test_shard_map_over_packs():
     """Each device has packs of its own, in a shard_map that tracks what varies; keys of all are shared."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
@@ -167,21 +199,24 @@ def test_shard_map_over_packs():
     calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
 
 
-def test_an_exported_program_serves_all_sizes():
-    from jax import export
-
-    from jax_flash2 import export_checks
-
-    t, s, b = export.symbolic_shape("t, s, b", constraints=["b >= 2"])
+@pytest.mark.parametrize(("length", "constraints"), [("b", ["b >= 2"]), ("b + 1", [])], ids=["b", "b + 1"])
+def test_an_exported_program_serves_all_sizes(length, constraints):
+    t, s, b = export.symbolic_shape(f"t, s, {length}", constraints=constraints)
     shapes = [((t, N, D), jnp.float32), ((s, K, D), jnp.float32), ((s, K, D), jnp.float32), ((b,), jnp.int32)]
     q, k, v, cu = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
     def call(q, k, v, cu_q, cu_k):
-        return _call(q, k, v, cu_q, cu_k)
+        return _call(q, k, v, cu_q, cu_k, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0])
 
     exported = export.export(jax.jit(call), disabled_checks=export_checks(), platforms=["cpu"])(q, k, v, cu, cu)
     args = _arguments()[:5]
     calls.assert_close(jax.jit(exported.call)(*args), jax.jit(call)(*args), jnp.float32)
+
+
+def test_symbols_that_may_hold_no_sequence_are_refused():
+    (b,) = export.symbolic_shape("b")
+    with pytest.raises(ValueError, match=r"cu_seqlens_q has shape \(b,\).*b \+ 1.*b >= 2"):
+        _trace({"cu_seqlens_q": shape(b, dtype=i32), "cu_seqlens_k": shape(b, dtype=i32)})
 
 
 # What is wrong.
@@ -203,6 +238,8 @@ WRONG = {
     "dtypes": ({"key": shape(S, K, D, dtype=jnp.bfloat16)}, ValueError, ["one dtype", "bfloat16"]),
     "float starts": ({"cu_seqlens_q": shape(4)}, TypeError, ["cu_seqlens_q", "float32", "integer"]),
     "a list": ({"cu_seqlens_k": [0, 3]}, TypeError, ["cu_seqlens_k", "list", "asarray"]),
+    "no starts of queries": ({"cu_seqlens_q": None}, TypeError, ["cu_seqlens_q", "NoneType", "array"]),
+    "no starts of keys": ({"cu_seqlens_k": None}, TypeError, ["cu_seqlens_k", "NoneType", "array"]),
     "rank of starts": ({"cu_seqlens_q": shape(1, 4, dtype=i32)}, ValueError, ["cu_seqlens_q", "(1, 4)", "[B + 1]"]),
     "no starts": ({"cu_seqlens_k": shape(0, dtype=i32)}, ValueError, ["cu_seqlens_k", "(0,)", "[B + 1]"]),
     "other sequences": ({"cu_seqlens_k": shape(5, dtype=i32)}, ValueError, ["cu_seqlens_k", "(5,)", "(4,)", "B + 1"]),
@@ -258,6 +295,21 @@ def test_one_array_twice_needs_no_alignment():
         jax.jit(call)(q, k, v, cu, cu)  # two arguments of the jitted function
     with pytest.raises(ValueError, match="seqused is given"):
         call(q, k, v, cu, cu, seqused_k=jnp.asarray([1, 1, 1]))
+
+
+def test_one_array_means_equal_lengths():
+    """Also where one total is too small for it: then no alignment can matter, and the one asked for may be ignored."""
+    q, k, v, *_ = _arguments()
+    cu = np.array([0, 5, T])
+
+    def call(implementation, starts, others, alignment):
+        keywords = {"is_causal": True, "causal_alignment": alignment, "implementation": implementation}
+        return varlen_attention(q, k[:20], v[:20], starts, others, **BOUNDS, **keywords)
+
+    for implementation in (None, "reference"):
+        want = call(implementation, np.array([0, 5, 20]), np.array([0, 5, 20]), "bottom_right")
+        for alignment in (None, "top_left", "bottom_right"):
+            np.testing.assert_array_equal(call(implementation, cu, cu, alignment), want)
 
 
 @pytest.mark.parametrize(("T", "S"), [(0, 5), (5, 0), (0, 0)])
