@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks, _native, _options, _packing, reference
-from jax_flash2._spec import AttentionSpec, Extras
+from jax_flash2 import _checks, _mask, _native, _options, _packing, reference
+from jax_flash2._spec import MAX_LENGTH, AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
 _OPEN = -1  # a window side without a bound
@@ -251,7 +251,7 @@ def _spec(call: _checks.Call, deterministic: bool) -> AttentionSpec:
 
 def _window(call: _checks.Call) -> tuple[int | None, int | None]:
     """(left, right) of window and causal mask together, None for an open side."""
-    left, right = (None if side is None or side >= _checks.MAX_LENGTH else side for side in call.window)
+    left, right = (None if side is None or side >= MAX_LENGTH else side for side in call.window)
     return left, 0 if call.is_causal else right  # a window's right end is never tighter
 
 
@@ -270,8 +270,7 @@ def _extras(call: _checks.Call) -> Extras:
         T, S, bottom_right = call.query.shape[-3], call.key.shape[-3], call.bottom_right
         spans = _packing.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
         key_spans, query_spans, positions = spans
-        dead = jnp.any(key_spans[:, 0] < 0) | jnp.any(query_spans[:, 0] < 0)
-        flags = 3 - 2 * dead.astype(jnp.int32)
+        flags = _mask.span_flags(True, key_spans, query_spans)
     return Extras(
         scale=call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None,
         query_lens=call.query_lengths,

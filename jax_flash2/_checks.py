@@ -14,9 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash2 import _compat, _options
+from jax_flash2._spec import MAX_LENGTH
 
 MAX_HEAD_DIM = 256
-MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -1,4 +1,4 @@
-"""Who sees whom by bounds alone, in jax.numpy: the same law as src/core/mask.h. Knows no operand that removes pairs."""
+"""Who sees whom by bounds and spans, in jax.numpy: the law of src/core/mask.h. Knows no operand that removes pairs."""
 
 from typing import Any
 
@@ -26,7 +26,18 @@ def visible(i: jax.Array, j: jax.Array, query_len: jax.Array, key_len: jax.Array
     return seen
 
 
-def in_spans(j: jax.Array, spans: jax.Array) -> jax.Array:
+def spans(begin: Any, end: Any, alive: Any) -> jax.Array:
+    """[.., 2]: the span of each row, as src/core/spec.h has it. alive: whether the row takes part at all."""
+    return jnp.stack(jnp.broadcast_arrays(jnp.where(alive, begin, ~begin), end), -1)
+
+
+def span_flags(exact: Any, key_spans: jax.Array, query_spans: jax.Array) -> jax.Array:
+    """int32 [*#B]: what src/core/spec.h says of the spans of both sides. exact: no operand removes what they leave."""
+    alive = jnp.all(key_spans[..., 0] >= 0, -1) & jnp.all(query_spans[..., 0] >= 0, -1)
+    return jnp.asarray(exact).astype(jnp.int32) + 2 * alive.astype(jnp.int32)
+
+
+def in_spans(j: jax.Array, of_rows: jax.Array) -> jax.Array:
     """bool, broadcast: whether the span of each row, [.., 2], has key j."""
-    first, end = spans[..., :1], spans[..., 1:]
+    first, end = of_rows[..., :1], of_rows[..., 1:]
     return (first >= 0) & (first <= j) & (j < end)

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-_FAR = 2**29  # a window side without a bound: more than any length, and sums of three fit an int32
+from jax_flash2 import _mask
+from jax_flash2._spec import MAX_LENGTH
 
 
 @functools.partial(jax.jit, static_argnames=("queries", "keys", "window", "bottom_right"))
@@ -28,7 +29,7 @@ def packed(
     """
     query_starts, key_starts, query_lengths, key_lengths = packing
     shift = key_lengths - query_lengths if bottom_right else jnp.zeros_like(key_lengths)
-    before, after = (_FAR if side is None else side for side in window)
+    before, after = (MAX_LENGTH if side is None else side for side in window)
     mine, other = (query_starts, query_lengths), (key_starts, key_lengths)
     key_spans, positions = _packed_side(*mine, *other, shift, queries, before, after)
     query_spans, _ = _packed_side(*other, *mine, -shift, keys, after, before)
@@ -62,7 +63,7 @@ def _packed_side(
     inside = (index >= 0) & (index < length)
     nearest = jnp.where(index < 0, low, high)
     begin, end = jnp.where(inside, begin, nearest), jnp.where(inside, end, nearest)
-    return jnp.stack([jnp.where(begin < end, begin, ~begin), end], axis=-1), position
+    return _mask.spans(begin, end, begin < end), position
 
 
 def _sequence(starts: jax.Array, size: Any) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 from jax_flash2 import _compat, _mask, _reads
 from jax_flash2._arrays import Dims
-from jax_flash2._spec import AttentionSpec
+from jax_flash2._spec import MAX_LENGTH, AttentionSpec
 
 EXTENTS_TARGET = "jax_flash2_extents_v1"  # mask -> what src/cuda/extents.h says of its rows, and of its columns
 
@@ -52,9 +52,9 @@ def of(
             keep = _reads.pairs(x, dims, spec)
             sides = [_reduced(keep, keep.ndim - 1), _reduced(keep, keep.ndim - 2)]
         by_query, by_key, exact = _from_sides(sides, mask.shape[-3], T, S)
-    alive = jnp.all(by_query.alive, -1) & jnp.all(by_key.alive, -1)
-    flags = exact.astype(jnp.int32) + 2 * alive.astype(jnp.int32)
-    return {"key_spans": by_query.packed(), "query_spans": by_key.packed(), "span_flags": flags}
+    key_spans, query_spans = _mask.spans(*by_query), _mask.spans(*by_key)
+    flags = _mask.span_flags(exact, key_spans, query_spans)
+    return {"key_spans": key_spans, "query_spans": query_spans, "span_flags": flags}
 
 
 class _Rows(NamedTuple):
@@ -63,10 +63,6 @@ class _Rows(NamedTuple):
     begin: Any
     end: Any
     alive: Any
-
-    def packed(self) -> jax.Array:
-        begin = jnp.where(self.alive, self.begin, ~self.begin)
-        return jnp.stack(jnp.broadcast_arrays(begin, self.end), -1)
 
 
 def _iota(count: Any) -> jax.Array:
@@ -158,7 +154,7 @@ def _count_below(is_below: Any, like: Any, count: Any) -> Any:
     A search in a tree of few levels and wide nodes: XLA makes a kernel of each level, and one of few loads lasts no
     shorter than one of many.
     """
-    bits = (count - 1).bit_length() if isinstance(count, int) else 29  # kMaxLength
+    bits = (count - 1).bit_length() if isinstance(count, int) else MAX_LENGTH.bit_length() - 1
     levels = max(1, -(-bits // 7))
     width = -(-bits // levels)
     at = jnp.zeros_like(like, jnp.int32)

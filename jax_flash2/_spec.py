@@ -7,6 +7,8 @@ reports. The lists are append-only, because exported programs outlive the versio
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+MAX_LENGTH = 2**29  # positions are int32 in the kernels, and sums of three of them must fit
+
 
 @dataclass(frozen=True)
 class AttentionSpec:

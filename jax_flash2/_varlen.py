@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_flash2 import _checks
 from jax_flash2._api import attend
+from jax_flash2._spec import MAX_LENGTH
 
 
 def varlen_attention(
@@ -123,7 +124,7 @@ def varlen_attention(
             "2.1 has it); or pass one array twice."
         )
     packing = _checks.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q.shape[0], k.shape[0])
-    longest = min(int(max_seqlen_k), _checks.MAX_LENGTH) if isinstance(max_seqlen_k, (int, np.integer)) else None
+    longest = min(int(max_seqlen_k), MAX_LENGTH) if isinstance(max_seqlen_k, (int, np.integer)) else None
     call = call._replace(packing=packing, longest=longest, bottom_right=matters and causal_alignment == "bottom_right")
     return attend(call, deterministic, return_residual, implementation)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash2 import _checks, _options
+from jax_flash2._spec import MAX_LENGTH
 
 
 def attention(
@@ -167,9 +168,9 @@ def _keep(call: _checks.Call) -> jax.Array:
     if call.is_causal:
         rules.append(j <= p)
     if left is not None:
-        rules.append(p - j <= min(left, _checks.MAX_LENGTH))
+        rules.append(p - j <= min(left, MAX_LENGTH))
     if right is not None:
-        rules.append(j - p <= min(right, _checks.MAX_LENGTH))
+        rules.append(j - p <= min(right, MAX_LENGTH))
     if call.mask is not None:
         rules.append(call.mask)
     if call.bias is not None:

@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_flash2 import attention
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 # Every dim distinct and > 1.
 B, T, S, N, K, D, DV = 2, 7, 9, 6, 3, 5, 8
@@ -93,3 +96,19 @@ def count(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     """How often each primitive occurs when `function` is traced."""
     names = [str(equation.primitive) for equation in equations(jax.make_jaxpr(function)(*args))]
     return {name: names.count(name) for name in names}
+
+
+def trace(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Traces call with shapes for arrays, and nothing else: no value exists, nothing runs."""
+    shapes = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    rest = {name: x for name, x in arguments.items() if name not in shapes}
+    return jax.eval_shape(lambda arrays: call(**arrays, **rest), shapes)
+
+
+def assert_refused(
+    call: Callable[..., Any], arguments: dict[str, Any], exception: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(exception) as error:
+        trace(call, arguments)
+    assert type(error.value) is exception  # not a subclass raised by JAX itself
+    assert all(word in str(error.value) for word in words), str(error.value)

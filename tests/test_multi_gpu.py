@@ -5,6 +5,7 @@ What XLA makes of other splits is shown on eight CPU devices in test_partitionin
 
 import threading
 
+import calls
 import evaluate
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def test_no_collective_and_no_copy(spec, heads, kind):
     args = _arguments(heads)
     want = [np.asarray(x, np.float32) for x in jax.jit(_gradients)(*args)]
     text, got = partitioning._compile(_gradients, args, [spec] * 5, mesh)
-    assert partitioning._count(text, *partitioning.COLLECTIVES) == {}
+    assert partitioning._count(text, *calls.COLLECTIVES) == {}
     moved = [x for x in text.splitlines() if " copy(" in x or " transpose(" in x]
     assert not [x for x in moved if "bf16[" in x], moved
     cut = 0 if spec is BATCH else 2
@@ -68,7 +69,7 @@ def test_key_heads_shared_by_both():
     args = _arguments(1)
     want = jax.jit(_gradients)(*args)
     text, got = partitioning._compile(_gradients, args, [HEADS, P(), P(), HEADS, HEADS], mesh)
-    assert set(partitioning._count(text, *partitioning.COLLECTIVES)) <= {"all-reduce"}
+    assert set(partitioning._count(text, *calls.COLLECTIVES)) <= {"all-reduce"}
     for x, y in zip(got, want, strict=True):
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-2 * np.abs(y[np.isfinite(y)]).max())

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 B, T, S, N, D, DV = 4, 7, 9, 8, 5, 3
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 BATCH, HEADS, BOTH = P("data"), P(None, None, "model"), P("data", None, "model")
 
 
@@ -95,7 +94,7 @@ def test_no_collective_and_no_copy(spec, heads, kind):
     """Forward and gradient, GQA too: each device runs both kernels on its own piece, and nothing moves."""
     args = _arguments(0, heads)
     text, got = _compile(_gradients, args, [spec] * 5, _mesh(kind))
-    assert _count(text, *COLLECTIVES, "dynamic-slice") == {}
+    assert _count(text, *calls.COLLECTIVES, "dynamic-slice") == {}
     # [B, T, N] of the residual is [B, N, T] inside: its transposes are ours, of one number a row.
     moved = [line for line in text.splitlines() if re.search(r" (copy|transpose)\(", line)]
     assert all(re.search(r"f32\[\d+,\d+,\d+\]", line) for line in moved), moved
@@ -122,7 +121,7 @@ def test_no_collective_inside_a_partially_manual_shard_map(kind):
 
     text, got = compiled(_gradients)
     around, _ = compiled(lambda *xs: tuple(jnp.cumsum(x, 1) for x in xs))
-    assert _count(text, *COLLECTIVES) == _count(around, *COLLECTIVES)
+    assert _count(text, *calls.COLLECTIVES) == _count(around, *calls.COLLECTIVES)
     forward, _ = _kernels(text)
     assert forward == [_f32(2, T, 2, D), _f32(2, S, 2, D), _f32(2, S, 2, DV)]
     _near(got, jax.jit(_gradients)(*args))
@@ -145,7 +144,7 @@ def test_no_collective_in_a_scan_of_layers():
 
     args = [query, key, value, query]
     text, got = _compile(step, args, [BOTH] * 4, _mesh())
-    assert _count(text, *COLLECTIVES) == {}
+    assert _count(text, *calls.COLLECTIVES) == {}
     _near(got, jax.jit(step)(*args))
 
 
@@ -155,7 +154,7 @@ def test_vmapped_axis_that_is_split():
     mapped = jax.vmap(_gradients)
     for spec in (P("data"), P(None, "data"), P("data", None, None, "model"), P(None, "data", None, "model")):
         text, got = _compile(mapped, args, [spec] * 5, _mesh())
-        assert _count(text, *COLLECTIVES) == {}, spec
+        assert _count(text, *calls.COLLECTIVES) == {}, spec
         _near(got, jax.jit(mapped)(*args))
 
 
@@ -192,7 +191,7 @@ def test_vmapped_operands_that_are_shared():
     args = [query, key, value, dout, dlse, lens]
     specs = [P("model", "data"), P("data"), P("data"), P("model", "data"), P("model", "data"), P()]
     text, got = _compile(mapped, args, specs, _mesh())
-    assert _count(text, *COLLECTIVES) == {}
+    assert _count(text, *calls.COLLECTIVES) == {}
     assert [_f32(1, 2, T, N, D), _f32(1, 2, S, N, D), _f32(1, 2, S, N, DV)] == _kernels(text)[0][:3]
     _near(got, jax.jit(mapped)(*args))
 
@@ -301,7 +300,7 @@ def test_two_meshes_in_one_program():
         return _gradients(*xs), _gradients(*ys)
 
     text = both.lower(placed, more).compile().as_text()
-    assert _count(text, *COLLECTIVES) == {}
+    assert _count(text, *calls.COLLECTIVES) == {}
     want = jax.jit(_gradients)(*args)
     for got in both(placed, more):
         _near(got, want)

@@ -421,31 +421,29 @@ def test_symbolic_arithmetic(rng, on_cpu):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+CALLS = {
+    "ids": (_by_ids, _avals((2, T))),
+    "two ids": (_by_ids, _avals((2, T), (2, T))),
+    "mask": (_by_mask, _avals(mask=(2, 1, T, T))),
+    "mask of keys": (_by_mask, _avals(mask=(2, 1, 1, T))),
+}
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("call", ["ids", "two ids", "mask", "mask of keys"])
+@pytest.mark.parametrize("call", CALLS)
 def test_inside_shard_map(call, check_vma):
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("x",))
-    function, avals = {
-        "ids": (_by_ids, _avals((2, T))),
-        "two ids": (_by_ids, _avals((2, T), (2, T))),
-        "mask": (_by_mask, _avals(mask=(2, 1, T, T))),
-        "mask of keys": (_by_mask, _avals(mask=(2, 1, 1, T))),
-    }[call]
+    function, avals = CALLS[call]
     specs = (jax.P("x"),) * len(avals)
     sharded = jax.shard_map(_gradients(function), mesh=mesh, in_specs=specs, out_specs=specs[:3], check_vma=check_vma)
     assert f"tensor<1x{T}x2xi32>" in _program(sharded, *avals)
 
 
-@pytest.mark.parametrize("call", ["ids", "two ids", "mask", "mask of keys"])
+@pytest.mark.parametrize("call", CALLS)
 def test_exported_from_an_explicit_mesh(call):
     """An exported program is not partitioned: spans are computed under the types of the mesh."""
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
-    function, avals = {
-        "ids": (_by_ids, _avals((2, T))),
-        "two ids": (_by_ids, _avals((2, T), (2, T))),
-        "mask": (_by_mask, _avals(mask=(2, 1, T, T))),
-        "mask of keys": (_by_mask, _avals(mask=(2, 1, 1, T))),
-    }[call]
+    function, avals = CALLS[call]
     with jax.set_mesh(mesh):
         placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P("x"))) for x in avals]
         export.export(jax.jit(_gradients(function)), platforms=("cuda",), disabled_checks=jax_flash2.export_checks())(

@@ -127,6 +127,17 @@ def test_memory_grows_with_the_length_alone():
 # Several devices.
 
 
+def _assert_split(call, args, split, mesh):
+    """Over the one axis of a mesh: no collective, each result split, and what one device computes."""
+    want = call(*args)
+    with jax.set_mesh(mesh):
+        compiled = call.lower(*jax.device_put(args, split)).compile()
+        got = compiled(*jax.device_put(args, split))
+    assert not any(word in compiled.as_text() for word in calls.COLLECTIVES)
+    assert all(mesh.axis_names[0] in x.sharding.spec for x in got)
+    calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+
+
 @pytest.mark.parametrize(
     "keywords", [{}, {"sinks": jnp.ones(N), "alibi_slopes": jnp.ones(N)}], ids=["", "sinks, ALiBi"]
 )
@@ -135,15 +146,8 @@ def test_heads_are_split_without_a_collective(kind, keywords):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("model",), axis_types=(kind,))
     args = _arguments()
     call = jax.jit(functools.partial(_gradients, **keywords))
-    want = call(*args)
     split = [NamedSharding(mesh, P(None, "model") if x.dtype == jnp.float32 else P()) for x in args]
-    with jax.set_mesh(mesh):
-        compiled = call.lower(*jax.device_put(args, split)).compile()
-        got = compiled(*jax.device_put(args, split))
-    text = compiled.as_text()
-    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
-    assert all("model" in x.sharding.spec for x in got)
-    calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+    _assert_split(call, args, split, mesh)
 
 
 def test_split_starts_are_refused_in_an_explicit_mesh():
@@ -166,15 +170,8 @@ def test_mapped_packs_are_split(kind, shared):
     axes = [None if i in shared else 0 for i in range(len(args))]
     for alignment in ("top_left", "bottom_right"):
         call = jax.jit(jax.vmap(functools.partial(_gradients, causal_alignment=alignment), axes))
-        want = call(*args)
         split = [NamedSharding(mesh, P() if axis is None else P("data")) for axis in axes]
-        with jax.set_mesh(mesh):
-            compiled = call.lower(*jax.device_put(args, split)).compile()
-            got = compiled(*jax.device_put(args, split))
-        text = compiled.as_text()
-        assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
-        assert all("data" in x.sharding.spec for x in got)
-        calls.assert_close([np.asarray(x) for x in got], [np.asarray(x) for x in want], jnp.float32)
+        _assert_split(call, args, split, mesh)
 
 
 def test_shard_map_over_packs():
@@ -262,18 +259,12 @@ WRONG = {
 
 
 def _trace(arguments):
-    arguments = RIGHT | arguments
-    shapes = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    rest = {name: x for name, x in arguments.items() if name not in shapes}
-    return jax.eval_shape(lambda arrays: varlen_attention(**arrays, **rest), shapes)
+    return calls.trace(varlen_attention, RIGHT | arguments)
 
 
 @pytest.mark.parametrize(("arguments", "exception", "words"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_input(arguments, exception, words):
-    with pytest.raises(exception) as error:
-        _trace(arguments)
-    assert type(error.value) is exception
-    assert all(word in str(error.value) for word in words), str(error.value)
+    calls.assert_refused(varlen_attention, RIGHT | arguments, exception, words)
 
 
 def test_what_is_right():

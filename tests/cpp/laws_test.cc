@@ -310,23 +310,25 @@ void sample_spans(int count) {
       m.exact = exact;
       for (int size = 1; size <= 4; size++)
         for (int wide = 1; wide <= 5; wide++) {
-          for (int i0 = 0; i0 < T; i0 += wide) {
-            const Tiles met = m.key_tiles(i0, i0 + wide, size);
-            for (int tile = 0; tile * size < S; tile++) {
-              const int j0 = tile * size, i1 = std::min(T, i0 + wide);
+          // any and full say what the table says of one tile of `size`.
+          const auto covers = [&](const Tiles& met, int length, const char* which, int x0, auto any, auto full) {
+            for (int tile = 0; tile * size < length; tile++) {
               const bool in = met.begin <= tile && tile < met.end, bare = met.full_begin <= tile && tile < met.full_end;
-              expect(in || !t.any(i0, i1, j0, j0 + size), m, "spans: key tile %d of %d+%d is missed", tile, i0, wide);
-              expect(!bare || (exact && in && t.full(i0, i1, j0, j0 + size, every)), m, "spans: key tile %d", tile);
+              expect(in || !any(tile * size), m, "spans: %s tile %d of %d+%d is missed", which, tile, x0, wide);
+              expect(!bare || (exact && in && full(tile * size)), m, "spans: %s tile %d", which, tile);
             }
+          };
+          for (int i0 = 0; i0 < T; i0 += wide) {
+            const int i1 = std::min(T, i0 + wide);
+            covers(
+                m.key_tiles(i0, i0 + wide, size), S, "key", i0, [&](int j0) { return t.any(i0, i1, j0, j0 + size); },
+                [&](int j0) { return t.full(i0, i1, j0, j0 + size, every); });
           }
           for (int j0 = 0; j0 < S; j0 += wide) {
-            const Tiles met = m.query_tiles(j0, j0 + wide, size);
-            for (int tile = 0; tile * size < T; tile++) {
-              const int i0 = tile * size, i1 = std::min(T, i0 + size);
-              const bool in = met.begin <= tile && tile < met.end, bare = met.full_begin <= tile && tile < met.full_end;
-              expect(in || !t.any(i0, i1, j0, j0 + wide), m, "spans: query tile %d of %d+%d is missed", tile, j0, wide);
-              expect(!bare || (exact && in && t.full(i0, i1, j0, j0 + wide, every)), m, "spans: query tile %d", tile);
-            }
+            covers(
+                m.query_tiles(j0, j0 + wide, size), T, "query", j0,
+                [&](int i0) { return t.any(i0, std::min(T, i0 + size), j0, j0 + wide); },
+                [&](int i0) { return t.full(i0, std::min(T, i0 + size), j0, j0 + wide, every); });
           }
           for (int tile = 0; tile * size < T; tile++)
             for (bool descending : {false, true}) {
