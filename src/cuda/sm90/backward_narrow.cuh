@@ -131,11 +131,11 @@ struct NarrowTile : BackwardConsumer<Config> {
     sync_all();  // dS of all keys is there
 
     if constexpr (kTile.dq_cols(0) == kTile.dq_cols(1)) {
-      multiply_ds<kTile.dq_cols(0)>(shared, thread, i0, p_r, ds_r);
+      multiply_ds<kMasked, kTile.dq_cols(0)>(shared, thread, i0, p_r, ds_r);
     } else if (group == 0) {
-      multiply_ds<kTile.dq_cols(0)>(shared, thread, i0, p_r, ds_r);
+      multiply_ds<kMasked, kTile.dq_cols(0)>(shared, thread, i0, p_r, ds_r);
     } else {
-      multiply_ds<kTile.dq_cols(1)>(shared, thread, i0, p_r, ds_r);
+      multiply_ds<kMasked, kTile.dq_cols(1)>(shared, thread, i0, p_r, ds_r);
     }
   }
 
@@ -161,7 +161,7 @@ struct NarrowTile : BackwardConsumer<Config> {
   }
 
   // dQ = dS^T K, of which this warpgroup has kDqCols columns, and dK += dS Q, under dV += P dO.
-  template <int kDqCols>
+  template <bool kMasked, int kDqCols>
   __device__ __forceinline__ void multiply_ds(uint32_t shared, uint32_t thread, int i0, uint32_t (&p_r)[kCols8 / 2][4],
                                               uint32_t (&ds_r)[kCols8 / 2][4]) {
     using ptx::Major;
@@ -199,10 +199,17 @@ struct NarrowTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(dq);
     dq_ring.wait_empty();
-    if (i0 + dq_row + tile::RowBlocks::kRows <= p.T) {
+    const auto store = [&]<bool kAll>() {
 #pragma unroll
       for (int j = 0; j < kDqCols / 8; j++) {
-        if (kTile.dq_first_col(group) + 8 * j < p.D) ptx::st_shared_v4_f32(dq_s + lane * 16 + j * 512, dq[j]);
+        if (kAll || kTile.dq_first_col(group) + 8 * j < p.D) ptx::st_shared_v4_f32(dq_s + lane * 16 + j * 512, dq[j]);
+      }
+    };
+    if (!kMasked || i0 + dq_row + tile::RowBlocks::kRows <= p.T) {  // else rows that do not exist
+      if (!kMasked && p.D == kHeadDim) {
+        store.template operator()<true>();
+      } else {
+        store.template operator()<false>();
       }
     } else {
 #pragma unroll

@@ -124,10 +124,10 @@ struct KeyTile {
     b = p.batch(batch_row);
     mask = p.mask<kSpans>(b);
     tiles = mask.query_tiles(tile * kKeys, tile * kKeys + kKeys, kQueries);
-    // A tile with dead queries is done as a masked one, which clears them.
+    // A tile with queries that are dead, or do not exist, is done as a masked one, which knows what to do with them.
     const Range live = mask.live_queries();  // with spans, of which dead ones break full tiles, all
     tiles.full_begin = clamp_((live.begin + kQueries - 1) / kQueries, tiles.full_begin, tiles.full_end);
-    if (live.end != p.T) tiles.full_end = clamp_(live.end / kQueries, tiles.full_begin, tiles.full_end);
+    tiles.full_end = clamp_(live.end / kQueries, tiles.full_begin, tiles.full_end);
   }
 };
 
