@@ -38,6 +38,19 @@ struct ForwardOrder {
   }
 };
 
+// What the general body knows of its batch row and head, in shared memory: registers are full.
+struct Operands {
+  Mask mask;
+  Addend<float> addend;
+  Dropout<float> dropout;
+
+  // What operands add to the score of a pair; -inf: it is removed. Spans are not asked. Called, not inlined, for the code
+  // of every operand at every element of a tile would take registers from products.
+  __device__ __noinline__ float added(int i, int j) const {
+    return mask.without_spans().visible(i, j) ? addend.at(i, j) : -INFINITY;
+  }
+};
+
 template <class Config, class Element, bool kPlain>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ Problem p, const ForwardOrder order) {
@@ -54,8 +67,18 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const ForwardOrder::Place place = order.place(blockIdx.x);
   const int n = place.head % p.N;
   const Batch b = p.batch(place.head / p.N);
-  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // where spans lie is worked out anew: registers are full
-  const auto mask = [&] { return !kPlain && p.has_spans() ? p.with_spans(bounds, p.batch(place.head / p.N)) : bounds; };
+  extern __shared__ __align__(1024) uint8_t shared[];
+  static_assert(sizeof(Operands) <= ForwardTile::kOperandsBytes);
+  Operands* const operands_s = reinterpret_cast<Operands*>(shared + Config::kTile.tiles_bytes());
+  if constexpr (!kPlain) {
+    if (threadIdx.x == 0) {
+      const Mask mask = p.mask(b);
+      *operands_s = {mask, p.addend<float>(b, n, mask), p.dropout<float>(b, n)};
+    }
+    __syncthreads();  // the operands are there
+  }
+  const Mask bounds = kPlain ? p.mask<false>(b) : Mask{};
+  const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int row0 = place.tile * kRows;
   const Tiles tiles = mask().key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
 
@@ -65,7 +88,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
-  const auto sink = [&](int row) { return kPlain || row >= bounds.q_len ? -INFINITY : p.sink<float>(b, n); };
+  const auto sink = [&](int row) { return kPlain || row >= mask().q_len ? -INFINITY : p.sink<float>(b, n); };
 
   if (tiles.begin >= tiles.end) {
     constexpr int kChunks = kHeadDim / 8;
@@ -77,7 +100,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     return;
   }
 
-  extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t q_s = ptx::shared_address(shared), k_s = q_s + QTile::kBytes, v_s = k_s + kStages * KTile::kBytes;
   const auto stage = [&](int kv_tile) { return kStages == 1 ? 0 : (kv_tile & 1) * KTile::kBytes; };
 
@@ -112,7 +134,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
 
   const Score<float> score = p.score<float>(b, n);
-  const auto dropout = kPlain ? Dropout<float>{} : p.dropout<float>(b, n);
+  const bool drops = !kPlain && operands_s->dropout.present();
   Softmax<kRowBlocks> softmax(kPlain ? score.scale * kLog2e : kLog2e);
   float out[kRowBlocks][kOut8][4] = {};
 
@@ -154,33 +176,24 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
     const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
     if constexpr (!kPlain) {
-#pragma unroll
-      for (int i = kFirst; i < kRowBlocks; i++) {
-#pragma unroll
-        for (int j = 0; j < kCols8; j++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int row = row0 + block_row(i) + lane / 4 + e / 2 * 8;
-            s[i][j][e] = score.apply<Math>(s[i][j][e], row, column0 + 8 * j + e % 2);
-          }
-        }
-      }
-      if (p.has_addend(bounds)) {
-        // Anew: registers are full.
-        const auto addend = p.addend<float>(p.batch(place.head / p.N), n, bounds);
+      const auto each_score = [&](const auto& body) {
 #pragma unroll
         for (int i = kFirst; i < kRowBlocks; i++) {
 #pragma unroll
           for (int j = 0; j < kCols8; j++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-              const int row = opaque(row0 + block_row(i) + lane / 4 + e / 2 * 8);
-              const int column = opaque(column0 + 8 * j + e % 2);
-              const float added = bounds.visible(row, column) ? addend.at(row, column) : -INFINITY;
-              s[i][j][e] = added == -INFINITY ? added : s[i][j][e] + added;  // a NaN of a key that the row does not see
+              body(s[i][j][e], row0 + block_row(i) + lane / 4 + e / 2 * 8, column0 + 8 * j + e % 2);
             }
           }
         }
+      };
+      each_score([&](float& x, int row, int column) { x = score.apply<Math>(x, row, column); });
+      if (p.has_addend(mask())) {
+        each_score([&](float& x, int row, int column) {
+          const float added = operands_s->added(opaque(row), opaque(column));
+          x = added == -INFINITY ? added : x + added;  // a NaN of a key that the row does not see
+        });
       }
     }
     if constexpr (kMasked) {
@@ -221,7 +234,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           s[i][2 * c][e] = softmax.power(s[i][2 * c][e], i, e / 2);
           s[i][2 * c + 1][e] = softmax.power(s[i][2 * c + 1][e], i, e / 2);
         }
-        if (!kPlain && dropout.present()) {
+        if (drops) {
+          const Dropout<float> dropout = operands_s->dropout;
 #pragma unroll
           for (int e = 0; e < 2; e++) {  // what one block of random words decides
             const uint32_t kept = dropout.kept(row0 + block_row(i) + lane / 4, column0 + 16 * c + e);
