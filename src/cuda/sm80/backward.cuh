@@ -21,6 +21,7 @@
 #include "cuda/score_gradients.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
+#include "cuda/sm80/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/copy.cuh"
@@ -91,6 +92,14 @@ struct QueryStep {
   int n, tile;
 };
 
+struct BackwardOperands : Operands {
+  ScoreGradients gradients;
+
+  __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
+    Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
+  }
+};
+
 template <class Config, class Element, bool kPlain>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ Problem p, const BackwardOrder order, const int stages) {
@@ -119,6 +128,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const uint32_t statistics_s = rest_s;                                  // -lse_log2[queries], delta[queries]
   const uint32_t gates_s = rest_s + 2 * Config::kTile.queries * 4;
   const Gate arrived{gates_s}, exchanged{gates_s + 8}, left{gates_s + 16};
+  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kBases };
+  const uint32_t bases_s = gates_s + 32;
+  static_assert(2 * Config::kTile.queries * 4 + 32 + kBases * 8 + sizeof(BackwardOperands) <= BackwardTile::kRestBytes);
 
   uint32_t ticket = blockIdx.x;
   if (threadIdx.x == 0) {
@@ -138,10 +150,16 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const int n_begin = k_head * p.group() + place.part * heads_of_part;
   const int n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
   const Batch b = p.batch(batch_row);
-  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // these are kept in shared memory, see below
+  // The general body's; of the head of the step.
+  BackwardOperands* const operands_s = reinterpret_cast<BackwardOperands*>(shared + (bases_s - k_s) + kBases * 8);
+  if constexpr (!kPlain) {
+    if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n_begin);
+    __syncthreads();  // the operands are there
+  }
+  const Mask bounds = kPlain ? p.mask<false>(b) : Mask{};
+  const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int j0 = place.tile * Config::kTile.keys;
-  const Tiles tiles =
-      (kPlain ? bounds : p.with_spans(bounds, b)).query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
+  const Tiles tiles = mask().query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
 
   Element* const dk_g = p.dk.at<Element>(b, k_head);
   Element* const dv_g = p.dv.at<Element>(b, k_head);
@@ -180,27 +198,14 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   };
 
   // Where this batch row begins. Kept in shared memory: registers are full, and to work it out takes 100 instructions.
-  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kKeySpans, kQuerySpans };
-  const uint32_t bases_s = gates_s + 32;
   const auto base = [&](Base of) { return ptx::ld_shared_b64(bases_s + of * 8); };
   if (threadIdx.x == 0) {
     const auto keep_base = [&](Base of, const auto* at) { ptx::st_shared_b64(bases_s + of * 8, uint64_t(at)); };
     keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
     keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
     keep_base(kDqAcc, p.dq_acc.at<float>(b));
-    const Mask mask = kPlain ? bounds : p.with_spans(bounds, b);
-    keep_base(kKeySpans, mask.key_spans), keep_base(kQuerySpans, mask.query_spans);
   }
   __syncthreads();  // the bases are there
-  const auto mask = [&] {
-    Mask m = bounds;
-    if (!kPlain && p.has_spans()) {
-      m.key_spans = reinterpret_cast<const Span*>(base(kKeySpans));
-      m.query_spans = reinterpret_cast<const Span*>(base(kQuerySpans));
-    }
-    return m;
-  };
-
   const CopyQ copy_q;
   const auto load = [&](QueryStep at, uint32_t stage) {
     const auto* const q_g = reinterpret_cast<const Element*>(base(kQ)) + at.n * p.q.head;
@@ -241,8 +246,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       statistic = read_statistic(next);
     }
     const int i0 = at.tile * Config::kTile.queries;
-    const auto dropout = kPlain ? Dropout<float>{} : p.dropout<float>(b, at.n);
-    const auto gradients = kPlain ? ScoreGradients{} : ScoreGradients::make(p, b, at.n);
 
     const auto q_rows = q_view.at(stage), dout_rows = q_view.at(stage + kDout);
     constexpr uint32_t kRows = kQueryBlocks * 16 * QTile::kRowBytes;
@@ -309,9 +312,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, natural
           const int row0 = i0 + column0 + 8 * j;
           float slope[2] = {};
-          const bool adds = p.has_addend(bounds);
-          Addend<float> addend;  // anew: registers are full
-          if (adds) addend = p.addend<float>(b, at.n, bounds);
+          const bool adds = p.has_addend(mask());
+          const Dropout<float>& dropout = operands_s->dropout;
+          const ScoreGradients& gradients = operands_s->gradients;
 #pragma unroll
           for (int i = 0; i < kKeyBlocks; i++) {
             const int key0 = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
@@ -327,7 +330,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               bool visible = seen(i, e / 2).has(8 * j + e % 2);
               float added = 0;
               if (visible && adds) {
-                added = addend.at(opaque(row), opaque(key));
+                added = operands_s->added(opaque(row), opaque(key));
                 visible = added != -INFINITY;
               }
               float factor = 1;
@@ -338,7 +341,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               dp[i][j][e] = visible ? ds * score.slope(x) : 0.0f;
               if (visible) {
                 gradients.add_bias(row, key, ds);
-                slope[e % 2] -= ds * addend.distance(row, key);
+                slope[e % 2] -= ds * operands_s->addend.distance(row, key);
               }
             }
           }
@@ -372,6 +375,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
     exchanged.wait(parity);
     if (!last) publish_statistic(statistic);
+    if (!kPlain && !last && next.n != at.n && threadIdx.x == 0) operands_s->set_head(p, b, next.n);
 #pragma unroll
     for (int t = 1; t < kAcross; t++) {  // the queries of the other warps of these keys
       const int other = (across + t) % kAcross;

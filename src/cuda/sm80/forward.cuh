@@ -15,6 +15,7 @@
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/config.cuh"
+#include "cuda/sm80/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
@@ -38,19 +39,6 @@ struct ForwardOrder {
   }
 };
 
-// What the general body knows of its batch row and head, in shared memory: registers are full.
-struct Operands {
-  Mask mask;
-  Addend<float> addend;
-  Dropout<float> dropout;
-
-  // What operands add to the score of a pair; -inf: it is removed. Spans are not asked. Called, not inlined, for the code
-  // of every operand at every element of a tile would take registers from products.
-  __device__ __noinline__ float added(int i, int j) const {
-    return mask.without_spans().visible(i, j) ? addend.at(i, j) : -INFINITY;
-  }
-};
-
 template <class Config, class Element, bool kPlain>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ Problem p, const ForwardOrder order) {
@@ -71,10 +59,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   static_assert(sizeof(Operands) <= ForwardTile::kOperandsBytes);
   Operands* const operands_s = reinterpret_cast<Operands*>(shared + Config::kTile.tiles_bytes());
   if constexpr (!kPlain) {
-    if (threadIdx.x == 0) {
-      const Mask mask = p.mask(b);
-      *operands_s = {mask, p.addend<float>(b, n, mask), p.dropout<float>(b, n)};
-    }
+    if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n);
     __syncthreads();  // the operands are there
   }
   const Mask bounds = kPlain ? p.mask<false>(b) : Mask{};
