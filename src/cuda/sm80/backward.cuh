@@ -128,9 +128,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const uint32_t statistics_s = rest_s;                                  // -lse_log2[queries], delta[queries]
   const uint32_t gates_s = rest_s + 2 * Config::kTile.queries * 4;
   const Gate arrived{gates_s}, exchanged{gates_s + 8}, left{gates_s + 16};
-  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kBases };
-  const uint32_t bases_s = gates_s + 32;
-  static_assert(2 * Config::kTile.queries * 4 + 32 + kBases * 8 + sizeof(BackwardOperands) <= BackwardTile::kRestBytes);
 
   uint32_t ticket = blockIdx.x;
   if (threadIdx.x == 0) {
@@ -150,12 +147,23 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const int n_begin = k_head * p.group() + place.part * heads_of_part;
   const int n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
   const Batch b = p.batch(batch_row);
-  // The general body's; of the head of the step.
+
+  // In shared memory, for registers are full: where this batch row begins, which takes 100 instructions to work out, and
+  // the general body's operands, of the head of the step.
+  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kBases };
+  const uint32_t bases_s = gates_s + 32;
+  const auto base = [&](Base of) { return ptx::ld_shared_b64(bases_s + of * 8); };
   BackwardOperands* const operands_s = reinterpret_cast<BackwardOperands*>(shared + (bases_s - k_s) + kBases * 8);
-  if constexpr (!kPlain) {
-    if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n_begin);
-    __syncthreads();  // the operands are there
+  static_assert(2 * Config::kTile.queries * 4 + 32 + kBases * 8 + sizeof(BackwardOperands) <= BackwardTile::kRestBytes);
+  if (threadIdx.x == 0) {
+    const auto keep_base = [&](Base of, const auto* at) { ptx::st_shared_b64(bases_s + of * 8, uint64_t(at)); };
+    keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
+    keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
+    keep_base(kDqAcc, p.dq_acc.at<float>(b));
+    if constexpr (!kPlain) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n_begin);
   }
+  __syncthreads();  // they are there
+
   const Mask bounds = kPlain ? p.mask<false>(b) : Mask{};
   const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int j0 = place.tile * Config::kTile.keys;
@@ -197,15 +205,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     return p_s + (((warp_k * kAcross + of) * kQueryBlocks + c) * kKeyBlocks + i) * 512 + lane * 16;
   };
 
-  // Where this batch row begins. Kept in shared memory: registers are full, and to work it out takes 100 instructions.
-  const auto base = [&](Base of) { return ptx::ld_shared_b64(bases_s + of * 8); };
-  if (threadIdx.x == 0) {
-    const auto keep_base = [&](Base of, const auto* at) { ptx::st_shared_b64(bases_s + of * 8, uint64_t(at)); };
-    keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
-    keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
-    keep_base(kDqAcc, p.dq_acc.at<float>(b));
-  }
-  __syncthreads();  // the bases are there
   const CopyQ copy_q;
   const auto load = [&](QueryStep at, uint32_t stage) {
     const auto* const q_g = reinterpret_cast<const Element*>(base(kQ)) + at.n * p.q.head;
@@ -341,7 +340,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               dp[i][j][e] = visible ? ds * score.slope(x) : 0.0f;
               if (visible) {
                 gradients.add_bias(row, key, ds);
-                slope[e % 2] -= ds * operands_s->addend.distance(row, key);
+                if (gradients.slopes_g) slope[e % 2] -= ds * operands_s->addend.distance(row, key);
               }
             }
           }
