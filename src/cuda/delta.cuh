@@ -1,6 +1,6 @@
-// What a backward does before its main kernel: delta = rowsum(dout * out) - dlse, the gradient of a sink, which follows from
-// it, and cleared accumulators. Bound by
-// memory, so everything moves in 16-byte pieces and one kernel does both. Knows no tile size and no architecture.
+// What a backward does before its main kernel: delta = rowsum(dout * out) - dlse, the gradient of a sink, which follows
+// from it, and cleared workspaces: the accumulators and the turns of a deterministic backward. Bound by memory, so
+// everything moves in 16-byte pieces and one kernel does nearly all. Knows no tile size and no architecture.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/launch_kernel.cuh"
 
 namespace jax_flash2::cuda {
 
@@ -99,14 +100,10 @@ Status delta(const Problem& p, bool keys, cudaStream_t stream) {
       return {"clearing the accumulators of dk and dv failed"};
     }
   }
-  const auto launch = [&](auto lanes) -> Status {
+  const auto launch = [&](auto lanes) {
     constexpr int kLanes = lanes, kRows = kDeltaThreads / kLanes * kDeltaPasses;
     const int64_t per_batch = (int64_t(p.T) * p.N + kRows - 1) / kRows, blocks = per_batch * p.B;
-    if (blocks > INT32_MAX) return {"more query rows than one launch can take"};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(int(blocks)), config.blockDim = dim3(kDeltaThreads), config.stream = stream;
-    const bool ok = cudaLaunchKernelEx(&config, delta_kernel<Element, kLanes>, p, int(per_batch)) == cudaSuccess;
-    return {ok ? nullptr : "launching the delta kernel failed"};
+    return launch_kernel(delta_kernel<Element, kLanes>, blocks, kDeltaThreads, 0, stream, p, int(per_batch));
   };
   if (p.Dv <= 64) return launch(std::integral_constant<int, 8>{});
   if (p.Dv <= 128) return launch(std::integral_constant<int, 16>{});

@@ -179,13 +179,6 @@ constexpr bool at_the_limit(int q_len, int k_len, int window, int off) {
   return m.keys(i).end <= k_len && m.queries(j).end <= q_len && m.live_queries().end <= q_len &&
          m.live_keys().end <= k_len && k.end <= (k_len + 127) / 128 && q.end <= (q_len + 127) / 128;
 }
-
-void check_flags() {
-  for (uint32_t flags : {0u, 1u, 2u, 3u}) {
-    const Mask m = Mask{}.with_flags(flags);
-    expect(m.exact == (flags % 2 != 0) && m.sparse == (flags < 2) && m.flags() == flags, m, "flags %u", flags);
-  }
-}
 inline constexpr int kLongest = kMaxLength - 1;
 static_assert(at_the_limit(kLongest, kLongest, kMaxLength, 0) && at_the_limit(kLongest, kLongest, 0, 0));
 static_assert(at_the_limit(kLongest, 0, kMaxLength, -kLongest) && at_the_limit(0, kLongest, kMaxLength, kLongest));
@@ -199,6 +192,13 @@ struct Math {
     return std::tanh(x);
   }
 };
+
+void check_flags() {
+  for (uint32_t flags : {0u, 1u, 2u, 3u}) {
+    const Mask m = Mask{}.with_flags(flags);
+    expect(m.exact == (flags % 2 != 0) && m.sparse == (flags < 2) && m.flags() == flags, m, "flags %u", flags);
+  }
+}
 
 void check_score() {
   const Mask none{};

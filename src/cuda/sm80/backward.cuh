@@ -15,10 +15,12 @@
 #include "core/problem.h"
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
+#include "cuda/launch_kernel.cuh"
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/score_gradients.cuh"
+#include "cuda/sm80/backward_plan.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
 #include "cuda/sm80/operands.cuh"
@@ -29,27 +31,6 @@
 #include "cuda/tile/shared_tile.cuh"
 
 namespace jax_flash2::cuda::sm80 {
-
-// Which block does what. The query heads of a key head are one block's, or are split over `parts` blocks.
-struct BackwardOrder {
-  uint32_t tiles, parts, heads;  // key tiles; parts of a group; key heads and batch rows together
-  bool ordered;                  // blocks add to dQ in turn
-  bool descending;               // ... the last keys first
-
-  struct Place {
-    int tile, part, head;
-  };
-  // Key tiles next to each other, for they share Q, dO and dQ. Where blocks wait for each other the heads come first, so that
-  // neighbours in a queue start one after another; a block waits only for blocks with smaller tickets.
-  JAX_FLASH2_HD Place place(uint32_t ticket) const {
-    if (ordered) {
-      const uint32_t tile = ticket / heads;
-      return {int(descending ? tiles - 1 - tile : tile), 0, int(ticket % heads)};
-    }
-    const uint32_t rest = ticket / tiles;
-    return {int(ticket % tiles), int(rest % parts), int(rest / parts)};
-  }
-};
 
 // A barrier of all warps whose arrival and wait are apart. Each warp arrives with one lane, after its own barrier. A race
 // checker, which follows lanes and not warps, takes that for a race: for it alone every lane arrives.
@@ -164,7 +145,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
   __syncthreads();  // they are there
 
-  const Mask bounds = kPlain ? p.mask<false>(b) : Mask{};
+  const Mask bounds = p.mask<false>(b);
   const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int j0 = place.tile * Config::kTile.keys;
   const Tiles tiles = mask().query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
@@ -494,80 +475,21 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   copy_k.store(dv_g, p.dv.row, p.Dv, j0, p.S, v_s);
 }
 
-// What a launch needs to know of the device.
-struct Device {
-  int sms, shared_of_block, shared_of_sm;
-
-  static Status current(Device* d) {
-    int device = 0;
-    const auto read = [&](int* to, cudaDeviceAttr what) {
-      return cudaDeviceGetAttribute(to, what, device) == cudaSuccess;
-    };
-    const bool ok = cudaGetDevice(&device) == cudaSuccess && read(&d->sms, cudaDevAttrMultiProcessorCount) &&
-                    read(&d->shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin) &&
-                    read(&d->shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    return {ok ? nullptr : "the CUDA device could not be queried"};
-  }
-
-  // Blocks of an SM that shared memory allows; each costs 1 KB more than it asks for.
-  int blocks(int shared_bytes) const {
-    return shared_bytes > shared_of_block ? 0 : shared_of_sm / (shared_bytes + 1024);
-  }
-};
-
-// Whether dk and dv go through accumulators, and with which kernel.
-template <class Config>
-struct BackwardPlan {
-  static constexpr BackwardTile kTile = Config::kTile;
-  BackwardOrder order;
-  int stages;
-  int64_t blocks;
-
-  BackwardPlan(const Problem& p, const Device& device) {
-    // A second buffer of Q and dO hides their loads, a second block hides more.
-    const int one = min_(device.blocks(kTile.shared_bytes(1)), kTile.blocks_per_sm);
-    const int two = min_(device.blocks(kTile.shared_bytes(2)), kTile.blocks_per_sm);
-    stages = two >= one ? 2 : 1;
-    const int64_t tiles = (p.S + kTile.keys - 1) / kTile.keys, heads = int64_t(p.B) * p.K;
-    const int64_t slots = int64_t(device.sms) * max_(one, 1);
-    int64_t parts = 1;
-    if (p.dk_acc.present() && p.dv_acc.present() && !p.spec.deterministic && tiles * heads < slots) {
-      parts = (slots + tiles * heads - 1) / (tiles * heads);
-      if (parts > p.group()) parts = p.group();
-      const int heads_of_part = (p.group() + parts - 1) / parts;
-      parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
-    }
-    order = {uint32_t(tiles), uint32_t(parts), uint32_t(heads), p.spec.deterministic,
-             p.spec.window_right >= 0 || p.has_spans()};  // under a causal mask, which spans may be,
-                                                          // the last keys are first at any query
-    blocks = tiles * heads * parts;
-  }
-};
-
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element>
 Status backward_with(const Problem& p, const Device& device, cudaStream_t stream) {
   constexpr BackwardTile kTile = Config::kTile;
   const BackwardPlan<Config> plan(p, device);
-  if (plan.blocks > INT32_MAX) return {"more key tiles than one launch can take"};
   if (p.spec.deterministic && !p.order.present()) return {"a deterministic backward needs its order workspace"};
   const bool split = plan.order.parts > 1;
   if (p.T > 0) {
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
     if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   }
+  const auto kernel =
+      p.body() == Body::kPlain ? backward_kernel<Config, Element, true> : backward_kernel<Config, Element, false>;
   const int bytes = kTile.shared_bytes(plan.stages);
-  const auto kernel = backward_kernel<Config, Element, kPlain>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
-    return {"the backward kernel needs more shared memory than the device has"};
-  }
-  if (plan.blocks > 0) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(int(plan.blocks)), config.blockDim = dim3(kTile.threads());
-    config.dynamicSmemBytes = bytes, config.stream = stream;
-    if (cudaLaunchKernelEx(&config, kernel, p, plan.order, plan.stages) != cudaSuccess) {
-      return {"launching the backward kernel failed"};
-    }
-  }
+  const Status s = launch_kernel(kernel, plan.blocks, kTile.threads(), bytes, stream, p, plan.order, plan.stages);
+  if (!s.ok()) return s;
   if (split) {
     if (const Status s = convert<Element, Gradient::kKey>(p, stream); !s.ok()) return s;
     if (const Status s = convert<Element, Gradient::kValue>(p, stream); !s.ok()) return s;
@@ -575,19 +497,12 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
   return convert<Element, Gradient::kQuery>(p, stream);
 }
 
-template <class Config, class Element>
-Status backward_with(const Problem& p, const Device& device, cudaStream_t stream) {
-  return p.body() == Body::kPlain ? backward_with<Config, Element, true>(p, device, stream)
-                                  : backward_with<Config, Element, false>(p, device, stream);
-}
-
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, of V alike.
 template <class Element, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const Problem& p, cudaStream_t stream) {
   static_assert(kValueDim == kHeadDim);
   if (p.B == 0 || p.N == 0) return {};
-  Device device;
-  if (const Status s = Device::current(&device); !s.ok()) return s;
+  const Device device;
   if constexpr (BackwardConfig<kHeadDim>::kTile.shared_bytes(1) > kSharedBytesSmall) {
     if (device.blocks(BackwardConfig<kHeadDim>::kTile.shared_bytes(1)) == 0) {
       return backward_with<BackwardConfigSmall<kHeadDim>, Element>(p, device, stream);

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n);
     __syncthreads();  // the operands are there
   }
-  const Mask bounds = kPlain ? p.mask<false>(b) : Mask{};
+  const Mask bounds = p.mask<false>(b);
   const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int row0 = place.tile * kRows;
   const Tiles tiles = mask().key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
-  const auto sink = [&](int row) { return kPlain || row >= mask().q_len ? -INFINITY : p.sink<float>(b, n); };
+  const auto sink = [&](int row) { return kPlain || row >= bounds.q_len ? -INFINITY : p.sink<float>(b, n); };
 
   if (tiles.begin >= tiles.end) {
     constexpr int kChunks = kHeadDim / 8;
@@ -291,7 +291,6 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
   constexpr ForwardTile kTile = Config::kTile;
   if (p.B == 0 || p.T == 0) return {};
   const int64_t tiles = (int64_t(p.T) + kTile.rows - 1) / kTile.rows, heads = int64_t(p.B) * p.N;
-  if (tiles * heads > INT32_MAX) return {"more query tiles than a CUDA grid holds"};
   // Half of L2 for K and V, the rest for what streams by.
   const int64_t key_head_bytes = int64_t(p.S) * (p.D + p.Dv) * int64_t(sizeof(Element)) + 1;
   const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
