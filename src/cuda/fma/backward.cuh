@@ -60,7 +60,7 @@ __device__ __forceinline__ void find_delta(const Problem& p, const Batch& b, int
 
 template <int kHeadDim, Makes kMakes>
 __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPerSm)
-    backward_kernel(const __grid_constant__ Problem p, const int tiles, const bool plain) {
+    backward_kernel(const __grid_constant__ Problem p, const int tiles, const bool acts) {
   using Config = BackwardConfig<kHeadDim>;
   constexpr bool kQueries = kMakes == Makes::kDq;  // the own rows are queries
   constexpr bool kScores = kMakes != Makes::kDv;   // dS is needed
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
                p.lse.at<const float>(b),
                p.delta.at<const float>(b),
                walk.full_begin,
-               walk.full_end};
+               walk.full_end,
+               !acts && mask.exact};
   }
   if constexpr (kQueries) {
     find_delta(p, batch_row(), n_begin, mask, own0, lse_s, delta_s);
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
         __syncthreads();               // the statistics are there
       }
 
-      if (plain) {
+      if (plan_s->plain) {
         const bool full = plan_s->full_begin <= tile && tile < plan_s->full_end;
         const float scale = float(p.spec.scale);
 #pragma unroll
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
         });
       };
       if constexpr (kValues) {
-        if (!plain) {
+        if (!plan_s->plain) {
           each_pair([&](const Pair& x, int) { p_s[x.at] = x.probability * x.factor; }, [](int) {});
         }
       }
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
             load(n, tile, d_panels + x + 1));
       }
       if constexpr (kScores) {
-        if (plain) {
+        if (plan_s->plain) {
 #pragma unroll
           for (int r = 0; r < kRows; r++) {
 #pragma unroll
@@ -356,7 +357,7 @@ Status launch_backward(const Problem& p, cudaStream_t stream) {
   const int tiles = ((kQueries ? p.T : p.S) + kSide - 1) / kSide;
   const int64_t blocks = int64_t{p.B} * (kQueries ? p.N : p.K) * tiles;
   return launch_kernel(backward_kernel<kHeadDim, kMakes>, blocks, kThreads, BackwardConfig<kHeadDim>::kSharedBytes,
-                       stream, p, tiles, p.body() == Body::kPlain);
+                       stream, p, tiles, p.body() == Body::kGeneral);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.
