@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -21,6 +22,20 @@ __device__ __forceinline__ float2 to_float2(uint32_t pair) {
   } else {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
+}
+
+// Of query i, whose rowsum(dout * out) is `sum`: writes delta, which it returns, and its share of the sink's gradient.
+__device__ __forceinline__ float write_delta(const Problem& p, const Batch& b, int n, int i, bool live, float sum) {
+  if (!live) sum = 0;  // a dead row may hold NaN
+  const float dlse = p.dlse.present() ? p.dlse.at<const float>(b, n)[i * p.dlse.row] : 0.0f;
+  const float delta = live ? sum - dlse : 0.0f;
+  p.delta.at<float>(b, n)[i * p.delta.row] = delta;
+  if (p.grads.sinks.present()) {  // a row without keys has an lse all the same
+    const float lse = p.lse.at<const float>(b, n)[i * p.lse.row];
+    const float share = expf(p.sink<float>(b, n) - lse) * (dlse - sum);
+    p.grads.sinks.at<float>(b, n)[i * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
+  }
+  return delta;
 }
 
 inline constexpr int kDeltaThreads = 256, kDeltaPasses = 4;
@@ -79,13 +94,7 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
     const int local = threadIdx.x / kLanes + pass * kStep;
     if (row0 + local < rows && threadIdx.x % kLanes == 0) {
       const int t = t0 + (n0 + local) / p.N, n = (n0 + local) % p.N;
-      const float dlse = p.dlse.present() ? p.dlse.at<const float>(b, n)[t * p.dlse.row] : 0.0f;
-      p.delta.at<float>(b, n)[t * p.delta.row] = live.has(t) ? sum - dlse : 0.0f;  // a dead row may hold NaN
-      if (p.grads.sinks.present()) {  // a row without keys has an lse all the same
-        const float lse = p.lse.at<const float>(b, n)[t * p.lse.row];
-        const float share = expf(p.sink<float>(b, n) - lse) * (dlse - (live.has(t) ? sum : 0.0f));
-        p.grads.sinks.at<float>(b, n)[t * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
-      }
+      write_delta(p, b, n, t, live.has(t), sum);
     }
   }
 }

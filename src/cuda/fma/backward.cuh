@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/delta.cuh"
 #include "cuda/fma/config.cuh"
 #include "cuda/fma/pairs.cuh"
 #include "cuda/fma/panel.cuh"
@@ -45,16 +46,8 @@ __device__ __forceinline__ void find_delta(const Problem& p, const Batch& b, int
     }
     sum = row_sum(sum);
     if (threadIdx.x % 16 != 0) continue;
-    const bool exists = i < p.T;
-    const float dlse = exists && p.dlse.present() ? p.dlse.at<const float>(b, n)[i * p.dlse.row] : 0.0f;
-    const float lse = exists ? p.lse.at<const float>(b, n)[i * p.lse.row] : INFINITY;
-    const float delta = is_live ? sum - dlse : 0.0f;  // a dead row may hold NaN
-    lse_s[row] = is_live ? lse : INFINITY, delta_s[row] = delta;
-    if (exists) p.delta.at<float>(b, n)[i * p.delta.row] = delta;
-    if (exists && p.grads.sinks.present()) {  // a row without keys has an lse all the same
-      const float share = expf(p.sink<float>(b, n) - lse) * (dlse - sum);
-      p.grads.sinks.at<float>(b, n)[i * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
-    }
+    lse_s[row] = is_live ? p.lse.at<const float>(b, n)[i * p.lse.row] : INFINITY;
+    delta_s[row] = i < p.T ? write_delta(p, b, n, i, is_live, sum) : 0.0f;
   }
 }
 
