@@ -16,7 +16,6 @@
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/opaque.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/score_gradients.cuh"
@@ -310,7 +309,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               bool visible = seen(i, e / 2).has(8 * j + e % 2);
               float added = 0;
               if (visible && adds) {
-                added = operands_s->added(opaque(row), opaque(key));
+                added = operands_s->added(row, key);
                 visible = added != -INFINITY;
               }
               float factor = 1;
