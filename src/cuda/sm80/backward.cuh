@@ -72,6 +72,7 @@ struct QueryStep {
   int n, tile;
 };
 
+// What the general body adds to, besides.
 struct BackwardOperands : Operands {
   ScoreGradients gradients;
 
@@ -80,10 +81,12 @@ struct BackwardOperands : Operands {
   }
 };
 
-template <class Config, class Element, bool kPlain>
+// kBody: kPlain, or kGeneral for all others.
+template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ Problem p, const BackwardOrder order, const int stages) {
   static_assert(Config::kTile.valid());
+  constexpr bool kPlain = kBody == Body::kPlain;
   using KTile = tile::SharedTile<Config::kTile.keys, Config::kTile.head_dim>;
   using QTile = tile::SharedTile<Config::kTile.queries, Config::kTile.head_dim>;
   using DsTile = tile::SharedTile<Config::kTile.keys, Config::kTile.queries>;
@@ -484,8 +487,8 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
     if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   }
-  const auto kernel =
-      p.body() == Body::kPlain ? backward_kernel<Config, Element, true> : backward_kernel<Config, Element, false>;
+  const auto kernel = p.body() == Body::kPlain ? backward_kernel<Config, Element, Body::kPlain>
+                                               : backward_kernel<Config, Element, Body::kGeneral>;
   const int bytes = kTile.shared_bytes(plan.stages);
   const Status s = launch_kernel(kernel, plan.blocks, kTile.threads(), bytes, stream, p, plan.order, plan.stages);
   if (!s.ok()) return s;

@@ -39,9 +39,11 @@ struct ForwardOrder {
   }
 };
 
-template <class Config, class Element, bool kPlain>
+// kBody: kPlain, or kGeneral for all others.
+template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ Problem p, const ForwardOrder order) {
+  constexpr bool kPlain = kBody == Body::kPlain;
   constexpr int kRows = Config::kTile.rows, kKeys = Config::kTile.keys, kHeadDim = Config::kTile.head_dim;
   constexpr int kWarps = Config::kTile.warps, kThreads = Config::kTile.threads(), kStages = Config::kTile.stages;
   constexpr bool kQInRegisters = Config::kTile.q_in_registers;
@@ -62,7 +64,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n);
     __syncthreads();  // the operands are there
   }
-  const Mask bounds = p.mask<false>(b);
+  const Mask bounds = p.mask<false>(b);  // of the plain body the mask; the general one's stays in shared memory
   const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int row0 = place.tile * kRows;
   const Tiles tiles = mask().key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
@@ -296,9 +298,9 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
   const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
   const int64_t section = std::clamp<int64_t>(key_heads, 1, int64_t(p.B) * p.K) * p.group();
   const ForwardOrder order{uint32_t(tiles), uint32_t(heads), uint32_t(section)};
-  return launch_kernel(
-      p.body() == Body::kPlain ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
-      tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
+  return launch_kernel(p.body() == Body::kPlain ? forward_kernel<Config, Element, Body::kPlain>
+                                                : forward_kernel<Config, Element, Body::kGeneral>,
+                       tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.
