@@ -46,7 +46,7 @@ struct Mask {
   int q_len, k_len;  // clamped to [0, T] and [0, S]
   int left, right;   // clamped to [0, kMaxLength]
   int off;           // query i stands at key position i + off
-  // In place of windows, where there are any: [q_len] and [k_len], as core/spec.h says.
+  // In place of windows, where there are any: [T] and [S], as core/spec.h says; read below q_len and k_len only.
   const Span *key_spans = nullptr, *query_spans = nullptr;
   bool exact = true;   // no operand removes pairs that these bounds leave; else no tile is full
   bool sparse = true;  // spans may be those of dead rows
@@ -59,6 +59,14 @@ struct Mask {
   JAX_FLASH2_HD constexpr Mask without_spans() const {
     Mask m = *this;
     m.key_spans = m.query_spans = nullptr;
+    return m;
+  }
+
+  // What core/spec.h calls span_flags.
+  JAX_FLASH2_HD constexpr uint32_t flags() const { return uint32_t{exact} | uint32_t{!sparse} << 1; }
+  JAX_FLASH2_HD constexpr Mask with_flags(uint32_t flags) const {
+    Mask m = *this;
+    m.exact = flags & 1, m.sparse = !(flags & 2);
     return m;
   }
 

@@ -94,7 +94,6 @@ template <class Element, class Shape>
 Status scale_gradient(const Problem& p, cudaStream_t stream) {
   if (!p.grads.scale.present()) return {};
   const int64_t blocks = (int64_t(p.B) * p.N * p.T + 7) / 8;  // of 8 warps
-  if (blocks > INT32_MAX) return {"more query rows than one launch can take"};
   return launch_kernel(scale_gradient_kernel<Element, Shape>, blocks, 256, 0, stream, p);
 }
 
@@ -106,12 +105,8 @@ Status convert(const Problem& p, cudaStream_t stream) {
   const int rows_per_block = kConvertPasses * threads.z * 8;
   const int per_head = (c.rows + rows_per_block - 1) / rows_per_block;
   const int64_t blocks = int64_t(p.B) * c.heads * per_head;
-  if (blocks == 0) return {};
-  if (blocks > INT32_MAX) return {"more rows of a gradient than one launch can take"};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(int(blocks)), config.blockDim = threads, config.stream = stream;
-  const bool ok = cudaLaunchKernelEx(&config, convert_kernel<Element, kOf>, p, c, per_head) == cudaSuccess;
-  if (!ok) return {"launching the convert kernel failed"};
+  const Status s = launch_kernel(convert_kernel<Element, kOf>, blocks, threads, 0, stream, p, c, per_head);
+  if (!s.ok()) return s;
   return kOf == Gradient::kQuery ? scale_gradient<Element, tile::Accumulator>(p, stream) : Status{};
 }
 

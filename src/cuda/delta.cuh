@@ -1,15 +1,17 @@
-// What a backward does before its main kernel: delta = rowsum(dout * out) - dlse, the gradient of a sink, which follows from
-// it, and cleared accumulators. Bound by
-// memory, so everything moves in 16-byte pieces and one kernel does both. Knows no tile size and no architecture.
+// What a backward does before its main kernel: delta = rowsum(dout * out) - dlse, the gradient of a sink, which follows
+// from it, and cleared workspaces: the accumulators and the turns of a deterministic backward. Bound by memory, so
+// everything moves in 16-byte pieces and one kernel does nearly all. Knows no tile size and no architecture.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/launch_kernel.cuh"
 
 namespace jax_flash2::cuda {
 
@@ -20,6 +22,20 @@ __device__ __forceinline__ float2 to_float2(uint32_t pair) {
   } else {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
+}
+
+// Of query i, whose rowsum(dout * out) is `sum`: writes delta, which it returns, and its share of the sink's gradient.
+__device__ __forceinline__ float write_delta(const Problem& p, const Batch& b, int n, int i, bool live, float sum) {
+  if (!live) sum = 0;  // a dead row may hold NaN
+  const float dlse = p.dlse.present() ? p.dlse.at<const float>(b, n)[i * p.dlse.row] : 0.0f;
+  const float delta = live ? sum - dlse : 0.0f;
+  p.delta.at<float>(b, n)[i * p.delta.row] = delta;
+  if (p.grads.sinks.present()) {  // a row without keys has an lse all the same
+    const float lse = p.lse.at<const float>(b, n)[i * p.lse.row];
+    const float share = expf(p.sink<float>(b, n) - lse) * (dlse - sum);
+    p.grads.sinks.at<float>(b, n)[i * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
+  }
+  return delta;
 }
 
 inline constexpr int kDeltaThreads = 256, kDeltaPasses = 4;
@@ -78,13 +94,7 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
     const int local = threadIdx.x / kLanes + pass * kStep;
     if (row0 + local < rows && threadIdx.x % kLanes == 0) {
       const int t = t0 + (n0 + local) / p.N, n = (n0 + local) % p.N;
-      const float dlse = p.dlse.present() ? p.dlse.at<const float>(b, n)[t * p.dlse.row] : 0.0f;
-      p.delta.at<float>(b, n)[t * p.delta.row] = live.has(t) ? sum - dlse : 0.0f;  // a dead row may hold NaN
-      if (p.grads.sinks.present()) {  // a row without keys has an lse all the same
-        const float lse = p.lse.at<const float>(b, n)[t * p.lse.row];
-        const float share = expf(p.sink<float>(b, n) - lse) * (dlse - (live.has(t) ? sum : 0.0f));
-        p.grads.sinks.at<float>(b, n)[t * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
-      }
+      write_delta(p, b, n, t, live.has(t), sum);
     }
   }
 }
@@ -99,14 +109,10 @@ Status delta(const Problem& p, bool keys, cudaStream_t stream) {
       return {"clearing the accumulators of dk and dv failed"};
     }
   }
-  const auto launch = [&](auto lanes) -> Status {
+  const auto launch = [&](auto lanes) {
     constexpr int kLanes = lanes, kRows = kDeltaThreads / kLanes * kDeltaPasses;
     const int64_t per_batch = (int64_t(p.T) * p.N + kRows - 1) / kRows, blocks = per_batch * p.B;
-    if (blocks > INT32_MAX) return {"more query rows than one launch can take"};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(int(blocks)), config.blockDim = dim3(kDeltaThreads), config.stream = stream;
-    const bool ok = cudaLaunchKernelEx(&config, delta_kernel<Element, kLanes>, p, int(per_batch)) == cudaSuccess;
-    return {ok ? nullptr : "launching the delta kernel failed"};
+    return launch_kernel(delta_kernel<Element, kLanes>, blocks, kDeltaThreads, 0, stream, p, int(per_batch));
   };
   if (p.Dv <= 64) return launch(std::integral_constant<int, 8>{});
   if (p.Dv <= 128) return launch(std::integral_constant<int, 16>{});

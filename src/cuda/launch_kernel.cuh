@@ -15,9 +15,9 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
 }
 
-// Enqueues one-dimensional blocks with `shared_bytes` of dynamic shared memory.
+// Enqueues a one-dimensional grid of blocks with `shared_bytes` of dynamic shared memory.
 template <class... Parameters>
-Status launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+Status launch_kernel(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int shared_bytes, cudaStream_t stream,
                      const Parameters&... arguments) {
   if (blocks == 0) return {};
   if (blocks > INT32_MAX) return {"more blocks than a CUDA grid holds"};
@@ -25,7 +25,7 @@ Status launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int threads,
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(threads);
+    config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     error = cudaLaunchKernelEx(&config, kernel, arguments...);

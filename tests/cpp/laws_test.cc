@@ -193,6 +193,13 @@ struct Math {
   }
 };
 
+void check_flags() {
+  for (uint32_t flags : {0u, 1u, 2u, 3u}) {
+    const Mask m = Mask{}.with_flags(flags);
+    expect(m.exact == (flags % 2 != 0) && m.sparse == (flags < 2) && m.flags() == flags, m, "flags %u", flags);
+  }
+}
+
 void check_score() {
   const Mask none{};
   for (double scale : {1.0, 0.125, -0.7, 0.0})
@@ -478,6 +485,7 @@ int main() {
   check_fixed_lists();
   sample_masks(300);
   check_make();
+  check_flags();
   check_score();
   check_addend();
   sample_spans(400);

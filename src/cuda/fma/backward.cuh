@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/delta.cuh"
 #include "cuda/fma/config.cuh"
 #include "cuda/fma/pairs.cuh"
 #include "cuda/fma/panel.cuh"
@@ -45,22 +46,14 @@ __device__ __forceinline__ void find_delta(const Problem& p, const Batch& b, int
     }
     sum = row_sum(sum);
     if (threadIdx.x % 16 != 0) continue;
-    const bool exists = i < p.T;
-    const float dlse = exists && p.dlse.present() ? p.dlse.at<const float>(b, n)[i * p.dlse.row] : 0.0f;
-    const float lse = exists ? p.lse.at<const float>(b, n)[i * p.lse.row] : INFINITY;
-    const float delta = is_live ? sum - dlse : 0.0f;  // a dead row may hold NaN
-    lse_s[row] = is_live ? lse : INFINITY, delta_s[row] = delta;
-    if (exists) p.delta.at<float>(b, n)[i * p.delta.row] = delta;
-    if (exists && p.grads.sinks.present()) {  // a row without keys has an lse all the same
-      const float share = expf(p.sink<float>(b, n) - lse) * (dlse - sum);
-      p.grads.sinks.at<float>(b, n)[i * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
-    }
+    lse_s[row] = is_live ? p.lse.at<const float>(b, n)[i * p.lse.row] : INFINITY;
+    delta_s[row] = i < p.T ? write_delta(p, b, n, i, is_live, sum) : 0.0f;
   }
 }
 
 template <int kHeadDim, Makes kMakes>
 __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPerSm)
-    backward_kernel(const __grid_constant__ Problem p, const int tiles, const bool plain) {
+    backward_kernel(const __grid_constant__ Problem p, const int tiles, const bool acts) {
   using Config = BackwardConfig<kHeadDim>;
   constexpr bool kQueries = kMakes == Makes::kDq;  // the own rows are queries
   constexpr bool kScores = kMakes != Makes::kDv;   // dS is needed
@@ -120,7 +113,8 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
                p.lse.at<const float>(b),
                p.delta.at<const float>(b),
                walk.full_begin,
-               walk.full_end};
+               walk.full_end,
+               !acts && mask.exact};
   }
   if constexpr (kQueries) {
     find_delta(p, batch_row(), n_begin, mask, own0, lse_s, delta_s);
@@ -167,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
         __syncthreads();               // the statistics are there
       }
 
-      if (plain) {
+      if (plan_s->plain) {
         const bool full = plan_s->full_begin <= tile && tile < plan_s->full_end;
         const float scale = float(p.spec.scale);
 #pragma unroll
@@ -224,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
         });
       };
       if constexpr (kValues) {
-        if (!plain) {
+        if (!plan_s->plain) {
           each_pair([&](const Pair& x, int) { p_s[x.at] = x.probability * x.factor; }, [](int) {});
         }
       }
@@ -244,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
             load(n, tile, d_panels + x + 1));
       }
       if constexpr (kScores) {
-        if (plain) {
+        if (plan_s->plain) {
 #pragma unroll
           for (int r = 0; r < kRows; r++) {
 #pragma unroll
@@ -356,7 +350,7 @@ Status launch_backward(const Problem& p, cudaStream_t stream) {
   const int tiles = ((kQueries ? p.T : p.S) + kSide - 1) / kSide;
   const int64_t blocks = int64_t{p.B} * (kQueries ? p.N : p.K) * tiles;
   return launch_kernel(backward_kernel<kHeadDim, kMakes>, blocks, kThreads, BackwardConfig<kHeadDim>::kSharedBytes,
-                       stream, p, tiles, p.body() == Body::kPlain);
+                       stream, p, tiles, p.body() == Body::kGeneral);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.

@@ -19,10 +19,10 @@
 
 namespace jax_flash2::cuda::fma {
 
-// plain: bounds only, and a scale known to be positive.
+// acts: operands or a softcap may act on scores, or the scale is not known to be positive.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ Problem p, const int tiles, const bool plain) {
+    forward_kernel(const __grid_constant__ Problem p, const int tiles, const bool acts) {
   using Config = ForwardConfig<kHeadDim>;
   extern __shared__ __align__(1024) float shared[];
   float *const q_s = shared, *const kv_s = q_s + Config::kPanels * kPanel, *const p_s = kv_s + Config::kSlots * kPanel;
@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
       const int k_head = query_head() / p.group();
       plan_s->k_g = p.k.at<const float>(batch_row(), k_head), plan_s->v_g = p.v.at<const float>(batch_row(), k_head);
       plan_s->full_begin = keys.full_begin, plan_s->full_end = keys.full_end;
+      plan_s->plain = !acts && mask.exact;
     }
     __syncthreads();  // the plan is there
     const Matrix q{p.q.at<const float>(batch_row(), query_head()), p.q.row, p.D};
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
           load(kv_tile, x + 1));
     }
 
-    if (plain) {
+    if (plan_s->plain) {
       const float scale = float(p.spec.scale);
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
       }
     }
     store_elements(p_s, s, lane);
-    if (!plain) {
+    if (!plan_s->plain) {
       const auto dropout = p.dropout<float>(batch_row(), query_head());
       if (dropout.present()) {
         each_block([&](int r, int c) {
@@ -191,7 +192,7 @@ Status forward(const Problem& p, cudaStream_t stream) {
   if (p.B == 0 || p.N == 0 || p.T == 0) return {};
   const int tiles = (p.T + kSide - 1) / kSide;
   return launch_kernel(forward_kernel<kHeadDim>, int64_t{p.B} * p.N * tiles, kThreads,
-                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.body() == Body::kPlain);
+                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.body() == Body::kGeneral);
 }
 
 }  // namespace jax_flash2::cuda::fma

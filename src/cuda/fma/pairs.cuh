@@ -1,6 +1,6 @@
 // What the float32 kernels do to each pair of a query and a key: score, operands, dropout. Acts on a thread's elements
 // of a panel in shared memory, in a loop that is not unrolled, so that the code of the operands exists once and takes no
-// registers from products; calls without operands never come here.
+// registers from products; blocks whose pairs the ranges of the mask decide alone never come here.
 #pragma once
 #include <cuda_runtime.h>
 

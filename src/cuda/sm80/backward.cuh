@@ -15,12 +15,14 @@
 #include "core/problem.h"
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
-#include "cuda/opaque.cuh"
+#include "cuda/launch_kernel.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/score_gradients.cuh"
+#include "cuda/sm80/backward_plan.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
+#include "cuda/sm80/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/copy.cuh"
@@ -28,27 +30,6 @@
 #include "cuda/tile/shared_tile.cuh"
 
 namespace jax_flash2::cuda::sm80 {
-
-// Which block does what. The query heads of a key head are one block's, or are split over `parts` blocks.
-struct BackwardOrder {
-  uint32_t tiles, parts, heads;  // key tiles; parts of a group; key heads and batch rows together
-  bool ordered;                  // blocks add to dQ in turn
-  bool descending;               // ... the last keys first
-
-  struct Place {
-    int tile, part, head;
-  };
-  // Key tiles next to each other, for they share Q, dO and dQ. Where blocks wait for each other the heads come first, so that
-  // neighbours in a queue start one after another; a block waits only for blocks with smaller tickets.
-  JAX_FLASH2_HD Place place(uint32_t ticket) const {
-    if (ordered) {
-      const uint32_t tile = ticket / heads;
-      return {int(descending ? tiles - 1 - tile : tile), 0, int(ticket % heads)};
-    }
-    const uint32_t rest = ticket / tiles;
-    return {int(ticket % tiles), int(rest % parts), int(rest / parts)};
-  }
-};
 
 // A barrier of all warps whose arrival and wait are apart. Each warp arrives with one lane, after its own barrier. A race
 // checker, which follows lanes and not warps, takes that for a race: for it alone every lane arrives.
@@ -91,10 +72,21 @@ struct QueryStep {
   int n, tile;
 };
 
-template <class Config, class Element, bool kPlain>
+// What the general body adds to, besides.
+struct BackwardOperands : Operands {
+  ScoreGradients gradients;
+
+  __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
+    Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
+  }
+};
+
+// kBody: kPlain, or kGeneral for all others.
+template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     backward_kernel(const __grid_constant__ Problem p, const BackwardOrder order, const int stages) {
   static_assert(Config::kTile.valid());
+  constexpr bool kPlain = kBody == Body::kPlain;
   using KTile = tile::SharedTile<Config::kTile.keys, Config::kTile.head_dim>;
   using QTile = tile::SharedTile<Config::kTile.queries, Config::kTile.head_dim>;
   using DsTile = tile::SharedTile<Config::kTile.keys, Config::kTile.queries>;
@@ -138,10 +130,27 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const int n_begin = k_head * p.group() + place.part * heads_of_part;
   const int n_end = min_(n_begin + heads_of_part, (k_head + 1) * p.group());
   const Batch b = p.batch(batch_row);
-  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // these are kept in shared memory, see below
+
+  // In shared memory, for registers are full: where this batch row begins, which takes 100 instructions to work out, and
+  // the general body's operands, of the head of the step.
+  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kBases };
+  const uint32_t bases_s = gates_s + 32;
+  const auto base = [&](Base of) { return ptx::ld_shared_b64(bases_s + of * 8); };
+  BackwardOperands* const operands_s = reinterpret_cast<BackwardOperands*>(shared + (bases_s - k_s) + kBases * 8);
+  static_assert(2 * Config::kTile.queries * 4 + 32 + kBases * 8 + sizeof(BackwardOperands) <= BackwardTile::kRestBytes);
+  if (threadIdx.x == 0) {
+    const auto keep_base = [&](Base of, const auto* at) { ptx::st_shared_b64(bases_s + of * 8, uint64_t(at)); };
+    keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
+    keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
+    keep_base(kDqAcc, p.dq_acc.at<float>(b));
+    if constexpr (!kPlain) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n_begin);
+  }
+  __syncthreads();  // they are there
+
+  const Mask bounds = p.mask<false>(b);
+  const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int j0 = place.tile * Config::kTile.keys;
-  const Tiles tiles =
-      (kPlain ? bounds : p.with_spans(bounds, b)).query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
+  const Tiles tiles = mask().query_tiles(j0, j0 + Config::kTile.keys, Config::kTile.queries);
 
   Element* const dk_g = p.dk.at<Element>(b, k_head);
   Element* const dv_g = p.dv.at<Element>(b, k_head);
@@ -177,28 +186,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   // Fragment (i, c) of the keys' warp that has the queries `of`.
   const auto p_address = [&](int of, int i, int c) {
     return p_s + (((warp_k * kAcross + of) * kQueryBlocks + c) * kKeyBlocks + i) * 512 + lane * 16;
-  };
-
-  // Where this batch row begins. Kept in shared memory: registers are full, and to work it out takes 100 instructions.
-  enum Base { kQ, kDoutBase, kLse, kDelta, kDqAcc, kKeySpans, kQuerySpans };
-  const uint32_t bases_s = gates_s + 32;
-  const auto base = [&](Base of) { return ptx::ld_shared_b64(bases_s + of * 8); };
-  if (threadIdx.x == 0) {
-    const auto keep_base = [&](Base of, const auto* at) { ptx::st_shared_b64(bases_s + of * 8, uint64_t(at)); };
-    keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
-    keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
-    keep_base(kDqAcc, p.dq_acc.at<float>(b));
-    const Mask mask = kPlain ? bounds : p.with_spans(bounds, b);
-    keep_base(kKeySpans, mask.key_spans), keep_base(kQuerySpans, mask.query_spans);
-  }
-  __syncthreads();  // the bases are there
-  const auto mask = [&] {
-    Mask m = bounds;
-    if (!kPlain && p.has_spans()) {
-      m.key_spans = reinterpret_cast<const Span*>(base(kKeySpans));
-      m.query_spans = reinterpret_cast<const Span*>(base(kQuerySpans));
-    }
-    return m;
   };
 
   const CopyQ copy_q;
@@ -241,8 +228,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       statistic = read_statistic(next);
     }
     const int i0 = at.tile * Config::kTile.queries;
-    const auto dropout = kPlain ? Dropout<float>{} : p.dropout<float>(b, at.n);
-    const auto gradients = kPlain ? ScoreGradients{} : ScoreGradients::make(p, b, at.n);
 
     const auto q_rows = q_view.at(stage), dout_rows = q_view.at(stage + kDout);
     constexpr uint32_t kRows = kQueryBlocks * 16 * QTile::kRowBytes;
@@ -309,9 +294,9 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, natural
           const int row0 = i0 + column0 + 8 * j;
           float slope[2] = {};
-          const bool adds = p.has_addend(bounds);
-          Addend<float> addend;  // anew: registers are full
-          if (adds) addend = p.addend<float>(b, at.n, bounds);
+          const bool adds = p.has_addend(mask());
+          const Dropout<float>& dropout = operands_s->dropout;
+          const ScoreGradients& gradients = operands_s->gradients;
 #pragma unroll
           for (int i = 0; i < kKeyBlocks; i++) {
             const int key0 = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
@@ -327,7 +312,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               bool visible = seen(i, e / 2).has(8 * j + e % 2);
               float added = 0;
               if (visible && adds) {
-                added = addend.at(opaque(row), opaque(key));
+                added = operands_s->added(row, key);
                 visible = added != -INFINITY;
               }
               float factor = 1;
@@ -338,7 +323,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               dp[i][j][e] = visible ? ds * score.slope(x) : 0.0f;
               if (visible) {
                 gradients.add_bias(row, key, ds);
-                slope[e % 2] -= ds * addend.distance(row, key);
+                if (gradients.slopes_g) slope[e % 2] -= ds * operands_s->addend.distance(row, key);
               }
             }
           }
@@ -372,6 +357,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
     exchanged.wait(parity);
     if (!last) publish_statistic(statistic);
+    if (!kPlain && !last && next.n != at.n && threadIdx.x == 0) operands_s->set_head(p, b, next.n);
 #pragma unroll
     for (int t = 1; t < kAcross; t++) {  // the queries of the other warps of these keys
       const int other = (across + t) % kAcross;
@@ -491,80 +477,21 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   copy_k.store(dv_g, p.dv.row, p.Dv, j0, p.S, v_s);
 }
 
-// What a launch needs to know of the device.
-struct Device {
-  int sms, shared_of_block, shared_of_sm;
-
-  static Status current(Device* d) {
-    int device = 0;
-    const auto read = [&](int* to, cudaDeviceAttr what) {
-      return cudaDeviceGetAttribute(to, what, device) == cudaSuccess;
-    };
-    const bool ok = cudaGetDevice(&device) == cudaSuccess && read(&d->sms, cudaDevAttrMultiProcessorCount) &&
-                    read(&d->shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin) &&
-                    read(&d->shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    return {ok ? nullptr : "the CUDA device could not be queried"};
-  }
-
-  // Blocks of an SM that shared memory allows; each costs 1 KB more than it asks for.
-  int blocks(int shared_bytes) const {
-    return shared_bytes > shared_of_block ? 0 : shared_of_sm / (shared_bytes + 1024);
-  }
-};
-
-// Whether dk and dv go through accumulators, and with which kernel.
-template <class Config>
-struct BackwardPlan {
-  static constexpr BackwardTile kTile = Config::kTile;
-  BackwardOrder order;
-  int stages;
-  int64_t blocks;
-
-  BackwardPlan(const Problem& p, const Device& device) {
-    // A second buffer of Q and dO hides their loads, a second block hides more.
-    const int one = min_(device.blocks(kTile.shared_bytes(1)), kTile.blocks_per_sm);
-    const int two = min_(device.blocks(kTile.shared_bytes(2)), kTile.blocks_per_sm);
-    stages = two >= one ? 2 : 1;
-    const int64_t tiles = (p.S + kTile.keys - 1) / kTile.keys, heads = int64_t(p.B) * p.K;
-    const int64_t slots = int64_t(device.sms) * max_(one, 1);
-    int64_t parts = 1;
-    if (p.dk_acc.present() && p.dv_acc.present() && !p.spec.deterministic && tiles * heads < slots) {
-      parts = (slots + tiles * heads - 1) / (tiles * heads);
-      if (parts > p.group()) parts = p.group();
-      const int heads_of_part = (p.group() + parts - 1) / parts;
-      parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
-    }
-    order = {uint32_t(tiles), uint32_t(parts), uint32_t(heads), p.spec.deterministic,
-             p.spec.window_right >= 0 || p.has_spans()};  // under a causal mask, which spans may be,
-                                                          // the last keys are first at any query
-    blocks = tiles * heads * parts;
-  }
-};
-
-template <class Config, class Element, bool kPlain>
+template <class Config, class Element>
 Status backward_with(const Problem& p, const Device& device, cudaStream_t stream) {
   constexpr BackwardTile kTile = Config::kTile;
   const BackwardPlan<Config> plan(p, device);
-  if (plan.blocks > INT32_MAX) return {"more key tiles than one launch can take"};
   if (p.spec.deterministic && !p.order.present()) return {"a deterministic backward needs its order workspace"};
   const bool split = plan.order.parts > 1;
   if (p.T > 0) {
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
     if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   }
+  const auto kernel = p.body() == Body::kPlain ? backward_kernel<Config, Element, Body::kPlain>
+                                               : backward_kernel<Config, Element, Body::kGeneral>;
   const int bytes = kTile.shared_bytes(plan.stages);
-  const auto kernel = backward_kernel<Config, Element, kPlain>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
-    return {"the backward kernel needs more shared memory than the device has"};
-  }
-  if (plan.blocks > 0) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(int(plan.blocks)), config.blockDim = dim3(kTile.threads());
-    config.dynamicSmemBytes = bytes, config.stream = stream;
-    if (cudaLaunchKernelEx(&config, kernel, p, plan.order, plan.stages) != cudaSuccess) {
-      return {"launching the backward kernel failed"};
-    }
-  }
+  const Status s = launch_kernel(kernel, plan.blocks, kTile.threads(), bytes, stream, p, plan.order, plan.stages);
+  if (!s.ok()) return s;
   if (split) {
     if (const Status s = convert<Element, Gradient::kKey>(p, stream); !s.ok()) return s;
     if (const Status s = convert<Element, Gradient::kValue>(p, stream); !s.ok()) return s;
@@ -572,19 +499,12 @@ Status backward_with(const Problem& p, const Device& device, cudaStream_t stream
   return convert<Element, Gradient::kQuery>(p, stream);
 }
 
-template <class Config, class Element>
-Status backward_with(const Problem& p, const Device& device, cudaStream_t stream) {
-  return p.body() == Body::kPlain ? backward_with<Config, Element, true>(p, device, stream)
-                                  : backward_with<Config, Element, false>(p, device, stream);
-}
-
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, of V alike.
 template <class Element, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const Problem& p, cudaStream_t stream) {
   static_assert(kValueDim == kHeadDim);
   if (p.B == 0 || p.N == 0) return {};
-  Device device;
-  if (const Status s = Device::current(&device); !s.ok()) return s;
+  const Device device;
   if constexpr (BackwardConfig<kHeadDim>::kTile.shared_bytes(1) > kSharedBytesSmall) {
     if (device.blocks(BackwardConfig<kHeadDim>::kTile.shared_bytes(1)) == 0) {
       return backward_with<BackwardConfigSmall<kHeadDim>, Element>(p, device, stream);

@@ -17,7 +17,9 @@ struct ForwardTile {
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_blocks() const { return rows / (16 * warps); }  // of a warp
-  constexpr int shared_bytes() const { return (rows + 2 * stages * keys) * head_dim * 2; }
+  constexpr int tiles_bytes() const { return (rows + 2 * stages * keys) * head_dim * 2; }
+  static constexpr int kOperandsBytes = 256;
+  constexpr int shared_bytes() const { return tiles_bytes() + kOperandsBytes; }
 };
 
 // Shared memory that a block may have where there is least: compute capability 8.6, 8.9, 12.x. 8.0 has 163 KB.

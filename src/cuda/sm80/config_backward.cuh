@@ -30,7 +30,7 @@ struct BackwardTile {
   constexpr int q_bytes() const { return queries * head_dim * 2; }  // Q; dO alike
   constexpr int ds_bytes() const { return keys * queries * 2; }     // dS; P, where warps exchange it, alike
   constexpr int p_bytes() const { return warps_across > 1 ? ds_bytes() : 0; }
-  static constexpr int kRestBytes = 1024;  // lse, delta, barriers, pointers
+  static constexpr int kRestBytes = 1024;  // lse, delta, barriers, pointers, operands
   constexpr int shared_bytes(int stages) const {
     return 2 * k_bytes() + ds_bytes() + p_bytes() + kRestBytes + 2 * stages * q_bytes();
   }
@@ -40,8 +40,7 @@ struct BackwardTile {
     return warp_keys() % 16 == 0 && warp_queries() % sub_queries == 0 && sub_queries % 16 == 0 &&
            (queries == 32 || queries == 64) && power_of_two(warp_queries()) && power_of_two(warps_across) &&
            head_dim % (16 * warps_across) == 0 && power_of_two(warps_dq_rows) && queries % (16 * warps_dq_rows) == 0 &&
-           power_of_two(warps_dq_cols()) && head_dim % (16 * warps_dq_cols()) == 0 && 2 * queries <= threads() &&
-           4 * 2 * queries + 128 <= kRestBytes;
+           power_of_two(warps_dq_cols()) && head_dim % (16 * warps_dq_cols()) == 0 && 2 * queries <= threads();
   }
 };
 

@@ -15,6 +15,7 @@
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/config.cuh"
+#include "cuda/sm80/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
@@ -38,9 +39,11 @@ struct ForwardOrder {
   }
 };
 
-template <class Config, class Element, bool kPlain>
+// kBody: kPlain, or kGeneral for all others.
+template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ Problem p, const ForwardOrder order) {
+  constexpr bool kPlain = kBody == Body::kPlain;
   constexpr int kRows = Config::kTile.rows, kKeys = Config::kTile.keys, kHeadDim = Config::kTile.head_dim;
   constexpr int kWarps = Config::kTile.warps, kThreads = Config::kTile.threads(), kStages = Config::kTile.stages;
   constexpr bool kQInRegisters = Config::kTile.q_in_registers;
@@ -54,8 +57,15 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const ForwardOrder::Place place = order.place(blockIdx.x);
   const int n = place.head % p.N;
   const Batch b = p.batch(place.head / p.N);
-  const Mask bounds = p.mask<!kPlain>(b).without_spans();  // where spans lie is worked out anew: registers are full
-  const auto mask = [&] { return !kPlain && p.has_spans() ? p.with_spans(bounds, p.batch(place.head / p.N)) : bounds; };
+  extern __shared__ __align__(1024) uint8_t shared[];
+  static_assert(sizeof(Operands) <= ForwardTile::kOperandsBytes);
+  Operands* const operands_s = reinterpret_cast<Operands*>(shared + Config::kTile.tiles_bytes());
+  if constexpr (!kPlain) {
+    if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n);
+    __syncthreads();  // the operands are there
+  }
+  const Mask bounds = p.mask<false>(b);  // of the plain body the mask; the general one's stays in shared memory
+  const auto mask = [&] { return kPlain ? bounds : operands_s->mask; };
   const int row0 = place.tile * kRows;
   const Tiles tiles = mask().key_tiles(row0, min_(row0 + kRows, p.T), kKeys);
 
@@ -77,7 +87,6 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     return;
   }
 
-  extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t q_s = ptx::shared_address(shared), k_s = q_s + QTile::kBytes, v_s = k_s + kStages * KTile::kBytes;
   const auto stage = [&](int kv_tile) { return kStages == 1 ? 0 : (kv_tile & 1) * KTile::kBytes; };
 
@@ -112,7 +121,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   }
 
   const Score<float> score = p.score<float>(b, n);
-  const auto dropout = kPlain ? Dropout<float>{} : p.dropout<float>(b, n);
+  const bool drops = !kPlain && operands_s->dropout.present();
   Softmax<kRowBlocks> softmax(kPlain ? score.scale * kLog2e : kLog2e);
   float out[kRowBlocks][kOut8][4] = {};
 
@@ -154,33 +163,24 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
     const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
     if constexpr (!kPlain) {
-#pragma unroll
-      for (int i = kFirst; i < kRowBlocks; i++) {
-#pragma unroll
-        for (int j = 0; j < kCols8; j++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int row = row0 + block_row(i) + lane / 4 + e / 2 * 8;
-            s[i][j][e] = score.apply<Math>(s[i][j][e], row, column0 + 8 * j + e % 2);
-          }
-        }
-      }
-      if (p.has_addend(bounds)) {
-        // Anew: registers are full.
-        const auto addend = p.addend<float>(p.batch(place.head / p.N), n, bounds);
+      const auto each_score = [&](const auto& body) {
 #pragma unroll
         for (int i = kFirst; i < kRowBlocks; i++) {
 #pragma unroll
           for (int j = 0; j < kCols8; j++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-              const int row = opaque(row0 + block_row(i) + lane / 4 + e / 2 * 8);
-              const int column = opaque(column0 + 8 * j + e % 2);
-              const float added = bounds.visible(row, column) ? addend.at(row, column) : -INFINITY;
-              s[i][j][e] = added == -INFINITY ? added : s[i][j][e] + added;  // a NaN of a key that the row does not see
+              body(s[i][j][e], row0 + block_row(i) + lane / 4 + e / 2 * 8, column0 + 8 * j + e % 2);
             }
           }
         }
+      };
+      each_score([&](float& x, int row, int column) { x = score.apply<Math>(x, row, column); });
+      if (p.has_addend(mask())) {
+        each_score([&](float& x, int row, int column) {
+          const float added = operands_s->added(opaque(row), opaque(column));
+          x = added == -INFINITY ? added : x + added;  // a NaN of a key that the row does not see
+        });
       }
     }
     if constexpr (kMasked) {
@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           s[i][2 * c][e] = softmax.power(s[i][2 * c][e], i, e / 2);
           s[i][2 * c + 1][e] = softmax.power(s[i][2 * c + 1][e], i, e / 2);
         }
-        if (!kPlain && dropout.present()) {
+        if (drops) {
+          const Dropout<float> dropout = operands_s->dropout;
 #pragma unroll
           for (int e = 0; e < 2; e++) {  // what one block of random words decides
             const uint32_t kept = dropout.kept(row0 + block_row(i) + lane / 4, column0 + 16 * c + e);
@@ -292,15 +293,14 @@ Status launch_forward(const Problem& p, cudaStream_t stream) {
   constexpr ForwardTile kTile = Config::kTile;
   if (p.B == 0 || p.T == 0) return {};
   const int64_t tiles = (int64_t(p.T) + kTile.rows - 1) / kTile.rows, heads = int64_t(p.B) * p.N;
-  if (tiles * heads > INT32_MAX) return {"more query tiles than a CUDA grid holds"};
   // Half of L2 for K and V, the rest for what streams by.
   const int64_t key_head_bytes = int64_t(p.S) * (p.D + p.Dv) * int64_t(sizeof(Element)) + 1;
   const int64_t key_heads = device_attribute(cudaDevAttrL2CacheSize) / 2 / key_head_bytes;
   const int64_t section = std::clamp<int64_t>(key_heads, 1, int64_t(p.B) * p.K) * p.group();
   const ForwardOrder order{uint32_t(tiles), uint32_t(heads), uint32_t(section)};
-  return launch_kernel(
-      p.body() == Body::kPlain ? forward_kernel<Config, Element, true> : forward_kernel<Config, Element, false>,
-      tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
+  return launch_kernel(p.body() == Body::kPlain ? forward_kernel<Config, Element, Body::kPlain>
+                                                : forward_kernel<Config, Element, Body::kGeneral>,
+                       tiles * heads, kTile.threads(), kTile.shared_bytes(), stream, p, order);
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.
