@@ -22,7 +22,7 @@
 #include "cuda/sm80/backward_plan.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
-#include "cuda/sm80/operands.cuh"
+#include "cuda/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/copy.cuh"

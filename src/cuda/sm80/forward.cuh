@@ -15,7 +15,7 @@
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/config.cuh"
-#include "cuda/sm80/operands.cuh"
+#include "cuda/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"

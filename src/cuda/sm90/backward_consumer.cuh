@@ -36,11 +36,7 @@ struct Seen {
   __device__ __forceinline__ void keep(const Addend<float>& pairs, int key, int query) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-#pragma unroll 2
-      for (uint32_t rest = bits[h]; rest != 0; rest &= rest - 1) {
-        const int x = __ffs(rest) - 1;
-        if (!pairs.keeps(query + x / 2 * 8 + x % 2, key + 8 * h)) bits[h] &= ~(1u << x);
-      }
+      bits[h] = tile::columns_left(bits[h], query, [&](int i) { return pairs.keeps(i, key + 8 * h); });
     }
   }
 };

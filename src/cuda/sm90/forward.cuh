@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
   }
   ptx::setmaxnreg_dec<kTile.producer_registers()>();
   if (warp == 0 && ptx::elect_sync()) load_keys<Config>(plan, shared);
-  if (warp == 1) plan_tiles<Config, kBody != Body::kPlain>(p, plan, shared);
+  if (warp == 1) plan_tiles<Config, kBody>(p, plan, shared);
   if (warp == 2 && ptx::elect_sync()) load_queries<Config>(plan, shared);
 }
 
-// Enqueues one body; the other need not exist.
+// Enqueues one body; the others need not exist.
 template <class Config, class Element, Body kBody>
 Status launch_forward(const Problem& p, const ForwardPlan& plan, cudaStream_t stream) {
   if (plan.queue) {
@@ -68,8 +68,12 @@ Status forward(const Problem& p, cudaStream_t stream) {
   using Fewer = FewerRowsConfig<kHeadDim, kValueDim>;
   if (p.B == 0 || p.T == 0 || p.N == 0) return {};
   Cut cut;
+  if (p.body() == Body::kGeneral) {
+    using Roomy = RoomyConfig<kHeadDim, kValueDim>;
+    if (const Status status = cut_into_tiles<Roomy>(p, &cut); !status.ok()) return status;
+    return forward_with<Roomy, Element, Body::kGeneral>(p, cut, stream);
+  }
   if (const Status status = cut_into_tiles<Config>(p, &cut); !status.ok()) return status;
-  if (p.body() == Body::kGeneral) return forward_with<Config, Element, Body::kGeneral>(p, cut, stream);
   if constexpr (Fewer::kTile.rows() < Config::kTile.rows()) {
     Cut fewer;
     if (const Status status = cut_into_tiles<Fewer>(p, &fewer); !status.ok()) return status;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
@@ -83,24 +84,26 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const Mask mask = Mask::make(p.spec, int(start.z), int(start.w));
     const int row = int(start.y) + lane_row;
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
-    const auto flags = [&] { return ptx::ld_shared_b32(work + offsetof(Work, flags)); };
-    // Where spans lie is looked up where it is needed: there are no registers to keep it.
-    const auto bounds = [&] {
-      Mask m = p.with_spans(mask, read_batch(work));
-      m.exact = flags() & 1, m.sparse = flags() & 2;
-      return m;
-    };
+    // Of all bodies but the plain one. Read where they are needed: there are no registers to keep them.
+    const Operands& operands = *Shared::operands(shared, works.stage);
     const Live live_of_mask = mask.live_keys();
-    const auto live_keys = [&] { return kSpans && p.has_spans() ? bounds().live_keys() : live_of_mask; };
-    Range spans[2];  // of this lane's rows
+    const auto live_keys = [&] { return kSpans ? operands.mask.live_keys() : live_of_mask; };
+    Range spans[2] = {};  // of this lane's rows
     if constexpr (kSpans) {
-      const Mask seen = p.has_spans() ? bounds() : mask;
 #pragma unroll
-      for (int h = 0; h < 2; h++) spans[h] = seen.keys(query(h));
+      for (int h = 0; h < 2; h++) spans[h] = operands.mask.keys(query(h));
     }
     const auto keys_of = [&](int h) { return kSpans ? spans[h] : mask.keys(query(h)); };
+    const auto head = [&] { return int(ptx::ld_shared_b32(work + offsetof(Work, q_head))); };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
-    const auto finish = [&](const RowSoftmax::Row(&ends)[2]) {
+    const auto finish = [&](RowSoftmax::Row(&ends)[2]) {
+      if constexpr (!kPlain) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float sink = query(h) < mask.q_len ? p.sink<float>(read_batch(work), head()) : -INFINITY;
+          ends[h] = with_sink(ends[h], sink);
+        }
+      }
       // Rows that see nothing: 0, and not 0 times a NaN that other rows may read.
       if (__any_sync(~0u, ends[0].inverse == 0 || ends[1].inverse == 0)) {
 #pragma unroll
@@ -115,7 +118,8 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     if (tiles.begin >= tiles.end) {
       const Tiles all = read_tiles(work + offsetof(Work, tiles));
       skip(all.end - all.begin, all.end - all.begin - 1);
-      finish({{0, -INFINITY}, {0, -INFINITY}});
+      RowSoftmax::Row ends[2] = {{0, -INFINITY}, {0, -INFINITY}};
+      finish(ends);
       continue;
     }
     const int skipped = read_tiles(work + offsetof(Work, tiles)).end - tiles.end;
@@ -125,9 +129,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     if constexpr (kPlain) {
       score.scale = float(p.spec.scale);
     } else {
-      const Batch batch = read_batch(work);
-      const int head = int(ptx::ld_shared_b32(work + offsetof(Work, q_head)));
-      score = p.score<float>(batch, head);
+      score = p.score<float>(read_batch(work), head());
     }
     const auto is_live = [&](int h) {
       const Range keys = keys_of(h);
@@ -160,19 +162,6 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       for (int x = 0; x < kOut8 * 4; x++) out[x / 4][x % 4] *= factor[x / 2 % 2];
       ptx::pin(out);
     };
-    // Of the keys column + 0 1 8 9 16 .. that `kept` names those that operands leave the query.
-    const auto pairs_left = [&](uint32_t kept, int query, int column) {
-      Mask inexact = mask;
-      inexact.exact = false;
-      const auto pairs =
-          p.addend<float>(read_batch(work), int(ptx::ld_shared_b32(work + offsetof(Work, q_head))), inexact);
-#pragma unroll 2
-      for (uint32_t rest = kept; rest != 0; rest &= rest - 1) {
-        const int x = __ffs(rest) - 1;
-        if (!pairs.keeps(query, column + x / 2 * 8 + x % 2)) kept &= ~(1u << x);
-      }
-      return kept;
-    };
     // The scores of a tile, as the tensor core left them, to their powers.
     const auto weigh = [&]<bool kMasked, bool kFirst = false>(int kv_tile) {
       const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
@@ -183,14 +172,26 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         }
       }
       if constexpr (kMasked) {
-        const bool exact = !kSpans || (flags() & 1);
+        const bool adds = !kPlain && p.has_addend(operands.mask), exact = !kSpans || operands.mask.exact;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const Range keys = keys_of(h);
 #pragma unroll
           for (int word = 0; word < kCols8 * 2; word += 32) {
             uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);
-            if (!exact) kept = pairs_left(kept, query(h), column0 + word * 4);
+            if (adds) {
+#pragma unroll
+              for (int x = word; x < kCols8 * 2 && x < word + 32; x++) {
+                const uint32_t bit = 1u << (x - word);
+                if (!(kept & bit)) continue;
+                const float added = operands.addend.at(opaque(query(h)), opaque(column0 + x / 2 * 8 + x % 2));
+                s[x / 2][2 * h + x % 2] += added;
+                if (added == -INFINITY) kept &= ~bit;
+              }
+            } else if (!exact) {
+              kept = tile::columns_left(kept, column0 + word * 4,
+                                        [&](int column) { return operands.addend.keeps(query(h), column); });
+            }
 #pragma unroll
             for (int x = word; x < kCols8 * 2 && x < word + 32; x++) {
               float& y = s[x / 2][2 * h + x % 2];
@@ -203,6 +204,20 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         softmax.template exact<kFirst>(s, rescale);
       } else {
         softmax.fast(s, rescale);
+      }
+      if constexpr (!kPlain) {
+        if (operands.dropout.present()) {
+          const Dropout<float> dropout = operands.dropout;
+#pragma unroll
+          for (int c = 0; c < kCols8 / 2; c++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {  // what one block of random words decides
+              const uint32_t kept = dropout.kept(row, column0 + 16 * c + e);
+#pragma unroll
+              for (int x = 0; x < 4; x++) s[2 * c + x % 2][e + x / 2 * 2] *= kept >> x & 1 ? dropout.scale : 0.0f;
+            }
+          }
+        }
       }
     };
     const auto convert = [&] {

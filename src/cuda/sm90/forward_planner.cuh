@@ -15,21 +15,22 @@ __device__ __forceinline__ uint4 words(int a, int b, int c, int d) {
 }
 
 // By a whole warp: a lane for each consumer.
-template <class Config, bool kSpans>
+template <class Config, Body kBody>
 __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& plan, uint32_t shared) {
+  constexpr bool kSpans = kBody != Body::kPlain;
   constexpr int kRows = Config::kTile.rows(), kKeys = Config::kTile.keys, kConsumers = Config::kTile.consumers;
   using Shared = ForwardShared<Config>;
   const int lane = threadIdx.x % 32;
   typename Shared::WorkRing ring{shared + Shared::kWorkRing};
   const auto hand_over = [&](auto&& write) {
     ring.wait_empty();
-    write(shared + Shared::kWork + ring.stage * Shared::kWorkBytes);
+    write(shared + Shared::kWork + ring.stage * Shared::kWorkBytes, Shared::operands(shared, ring.stage));
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ring.full());
     ring.next();
   };
   const auto hand_over_kind = [&](Work::Kind kind) {
-    hand_over([&](uint32_t work) {
+    hand_over([&](uint32_t work, Operands*) {
       if (lane == 0) ptx::st_shared_v4(work, words(kind, 0, 0, 0));
     });
   };
@@ -38,6 +39,8 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     const int heads = p.N >> plan.pack_log2, q_head = place.head % heads, row0 = place.tile * kRows;
     const Batch batch = p.batch(place.head / heads);
     const Mask mask = p.mask<kSpans>(batch);
+    // What operands add may be -inf, so that nobody knows where a row has seen a key.
+    const bool exactly = again || (kBody == Body::kGeneral && p.has_addend(mask));
     const auto key_tiles = [&](int first, int rows) {
       const int begin = first >> plan.pack_log2, end = ((first + rows - 1) >> plan.pack_log2) + 1;
       Tiles tiles = mask.key_tiles(begin, min_(end, p.T), kKeys);
@@ -47,21 +50,21 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
           mask.keys(max_(begin, mask.live_queries().begin)).end <= tiles.full_end * kKeys) {
         tiles.full_end = max_(tiles.full_begin, tiles.full_end - 1);
       }
-      if (again) tiles.full_begin = tiles.full_end = tiles.begin;  // exactly, as any other tile of keys
+      if (exactly) tiles.full_begin = tiles.full_end = tiles.begin;
       return tiles;
     };
     const auto write = [](uint32_t address, const Tiles& t) {
       ptx::st_shared_v4(address, words(t.begin, t.full_begin, t.full_end, t.end));
     };
-    hand_over([&](uint32_t work) {
+    hand_over([&](uint32_t work, Operands* operands) {
+      if (kSpans && lane == 31) operands->mask = mask, operands->set_head(p, batch, q_head << plan.pack_log2);
       if (lane < kConsumers) write(work + sizeof(Work) + lane * sizeof(Tiles), key_tiles(row0 + lane * 64, 64));
       if (lane == 0) {
         ptx::st_shared_v4(work, words(Work::kTile, row0, mask.q_len, mask.k_len));
         write(work + offsetof(Work, tiles), key_tiles(row0, kRows));
         ptx::st_shared_v4(work + offsetof(Work, batch), words(batch.at[0], batch.at[1], batch.at[2], batch.at[3]));
         const int n = q_head << plan.pack_log2;
-        ptx::st_shared_v4(work + offsetof(Work, q_head),
-                          words(q_head, n / p.group(), step, mask.exact | mask.sparse << 1));
+        ptx::st_shared_v4(work + offsetof(Work, q_head), words(q_head, n / p.group(), step, 0));
         ptx::st_shared_b64(work + offsetof(Work, out), uint64_t(p.out.offset(batch, n)));
         ptx::st_shared_b64(work + offsetof(Work, lse), uint64_t(p.lse.offset(batch, n)));
       }

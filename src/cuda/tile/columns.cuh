@@ -14,4 +14,15 @@ __device__ __forceinline__ uint32_t column_bits(Range columns, int first = 0) {
   return low_bits(count_below(columns.end) - first) & ~low_bits(count_below(columns.begin) - first);
 }
 
+// Of the columns that `bits` names, `column` being the lane's first, those that `keeps` leaves.
+template <class Keeps>
+__device__ __forceinline__ uint32_t columns_left(uint32_t bits, int column, const Keeps& keeps) {
+#pragma unroll 2
+  for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
+    const int x = __ffs(rest) - 1;
+    if (!keeps(column + x / 2 * 8 + x % 2)) bits &= ~(1u << x);
+  }
+  return bits;
+}
+
 }  // namespace jax_flash2::cuda::tile

@@ -1,4 +1,4 @@
-// What the general bodies know of a batch row and a query head. It lies in shared memory, for registers are full.
+// What bodies that ask operands know of a batch row and a query head. It lies in shared memory, for registers are full.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,7 +6,7 @@
 
 #include "core/problem.h"
 
-namespace jax_flash2::cuda::sm80 {
+namespace jax_flash2::cuda {
 
 struct Operands {
   Mask mask;
@@ -24,4 +24,4 @@ struct Operands {
   }
 };
 
-}  // namespace jax_flash2::cuda::sm80
+}  // namespace jax_flash2::cuda
