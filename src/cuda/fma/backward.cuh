@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_delta(const Problem& p, const Batch& b, int
 
 template <int kHeadDim, Makes kMakes>
 __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPerSm)
-    backward_kernel(const __grid_constant__ Problem p, const int tiles, const bool acts) {
+    backward_kernel(const __grid_constant__ Problem p, const int tiles, const Body body) {
   using Config = BackwardConfig<kHeadDim>;
   constexpr bool kQueries = kMakes == Makes::kDq;  // the own rows are queries
   constexpr bool kScores = kMakes != Makes::kDv;   // dS is needed
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
                p.delta.at<const float>(b),
                walk.full_begin,
                walk.full_end,
-               !acts && mask.exact};
+               body != Body::kGeneral && mask.exact};
   }
   if constexpr (kQueries) {
     find_delta(p, batch_row(), n_begin, mask, own0, lse_s, delta_s);
@@ -350,7 +350,7 @@ Status launch_backward(const Problem& p, cudaStream_t stream) {
   const int tiles = ((kQueries ? p.T : p.S) + kSide - 1) / kSide;
   const int64_t blocks = int64_t{p.B} * (kQueries ? p.N : p.K) * tiles;
   return launch_kernel(backward_kernel<kHeadDim, kMakes>, blocks, kThreads, BackwardConfig<kHeadDim>::kSharedBytes,
-                       stream, p, tiles, p.body() == Body::kGeneral);
+                       stream, p, tiles, p.body());
 }
 
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.

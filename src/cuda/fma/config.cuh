@@ -12,8 +12,8 @@ inline constexpr int kRows = 8, kCols = 4;     // of a thread in a panel
 inline constexpr int kStatistics = 3 * kSide;  // floats: what a backward knows of each query of a panel
 
 // What a block works out once and keeps in shared memory, for registers are full: where its batch row begins in each
-// operand, in those of keys its head too, which tiles of its walk are full, and whether the ranges of the mask say all of
-// who sees whom, with a scale known to be positive and nothing else that acts on scores.
+// operand, in those of keys its head too, which tiles of its walk are full, and whether the ranges of the mask say all that
+// there is to say of pairs.
 struct Plan {
   const float *q_g, *k_g, *v_g, *dout_g, *lse_g, *delta_g;
   int full_begin, full_end;

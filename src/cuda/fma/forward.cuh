@@ -19,10 +19,9 @@
 
 namespace jax_flash2::cuda::fma {
 
-// acts: operands or a softcap may act on scores, or the scale is not known to be positive.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ Problem p, const int tiles, const bool acts) {
+    forward_kernel(const __grid_constant__ Problem p, const int tiles, const Body body) {
   using Config = ForwardConfig<kHeadDim>;
   extern __shared__ __align__(1024) float shared[];
   float *const q_s = shared, *const kv_s = q_s + Config::kPanels * kPanel, *const p_s = kv_s + Config::kSlots * kPanel;
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
       const int k_head = query_head() / p.group();
       plan_s->k_g = p.k.at<const float>(batch_row(), k_head), plan_s->v_g = p.v.at<const float>(batch_row(), k_head);
       plan_s->full_begin = keys.full_begin, plan_s->full_end = keys.full_end;
-      plan_s->plain = !acts && mask.exact;
+      plan_s->plain = body != Body::kGeneral && mask.exact;
     }
     __syncthreads();  // the plan is there
     const Matrix q{p.q.at<const float>(batch_row(), query_head()), p.q.row, p.D};
@@ -192,7 +191,7 @@ Status forward(const Problem& p, cudaStream_t stream) {
   if (p.B == 0 || p.N == 0 || p.T == 0) return {};
   const int tiles = (p.T + kSide - 1) / kSide;
   return launch_kernel(forward_kernel<kHeadDim>, int64_t{p.B} * p.N * tiles, kThreads,
-                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.body() == Body::kGeneral);
+                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.body());
 }
 
 }  // namespace jax_flash2::cuda::fma

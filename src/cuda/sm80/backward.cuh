@@ -72,7 +72,7 @@ struct QueryStep {
   int n, tile;
 };
 
-// What the general body adds to, besides.
+// Operands, and the gradients that pairs are added to.
 struct BackwardOperands : Operands {
   ScoreGradients gradients;
 

@@ -1,5 +1,5 @@
 // What the host decides of an sm_80 backward: how many blocks, which does what, and how many buffers they have. Knows no
-// mask and no instruction.
+// thread.
 #pragma once
 #include <cuda_runtime.h>
 

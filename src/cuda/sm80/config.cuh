@@ -18,7 +18,7 @@ struct ForwardTile {
   constexpr int threads() const { return warps * 32; }
   constexpr int row_blocks() const { return rows / (16 * warps); }  // of a warp
   constexpr int tiles_bytes() const { return (rows + 2 * stages * keys) * head_dim * 2; }
-  static constexpr int kOperandsBytes = 256;
+  static constexpr int kOperandsBytes = 256;  // of the general body, behind the tiles
   constexpr int shared_bytes() const { return tiles_bytes() + kOperandsBytes; }
 };
 
