@@ -47,8 +47,6 @@ target_include_directories(jax_flash2_cuda_kernels SYSTEM PUBLIC ${CMAKE_CUDA_TO
 target_link_libraries(jax_flash2_cuda_kernels PRIVATE jax_flash2_options)
 target_compile_options(
   jax_flash2_cuda_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xptxas=-v>)
-# 549, a variable that is read before it is set: nvcc says so of arms of ?: that a constant never takes.
-target_compile_options(jax_flash2_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-diag-suppress=549>)
 set(judge ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/cmake/nvcc_checked.py)
 if(JAX_FLASH2_STRICT)
   list(APPEND judge --strict)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_flash2 import _api, _cpu, attention
-from jax_flash2._spec import EXTRAS, AttentionSpec, Extras
+from jax_flash2._spec import EXTRAS, MAX_LENGTH, AttentionSpec, Extras
 
 
 def test_fields_are_those_of_the_native_list_in_order():
@@ -19,6 +19,10 @@ def test_fields_are_those_of_the_native_list_in_order():
 def test_operands_are_those_of_the_native_list_in_order():
     assert [(name, *x) for name, x in EXTRAS._asdict().items()] == _cpu.extras()
     assert Extras._field_defaults == dict.fromkeys(Extras._fields)
+
+
+def test_no_length_passes_where_the_native_one_refuses():
+    assert _cpu.max_length() == MAX_LENGTH
 
 
 T, S = 7, 9

@@ -97,8 +97,8 @@ struct Problem {
     };
     Mask m = Mask::make(spec, length(extras.query_lens, T), length(extras.key_lens, S));
     if constexpr (!kSpans) return m;
-    const int32_t flags = extras.span_flags.present() ? *extras.span_flags.at<const int32_t>(b) : 0;
-    m.exact = !removes_pairs() || (flags & 1), m.sparse = !(flags & 2);
+    const uint32_t flags = extras.span_flags.present() ? *extras.span_flags.at<const int32_t>(b) : 0;
+    m = m.with_flags(removes_pairs() ? flags : flags | 1);
     return with_spans(m, b);
   }
   JAX_FLASH2_HD bool has_spans() const { return extras.key_spans.present(); }

@@ -18,9 +18,6 @@ constexpr Instance kInstances[] = {
 #undef JAX_FLASH2_INSTANCE
 };
 
-// Whether kernels serve operands that act on each pair of a query and a key.
-bool serves(const char* arch, const Problem& p) { return !p.elementwise() || std::strcmp(arch, "sm90"); }
-
 Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   const bool wide = p.dtype == DType::kF32;
   const char* dtype = wide ? "f32" : p.dtype == DType::kBF16 ? "bf16" : p.dtype == DType::kF16 ? "f16" : nullptr;
@@ -36,7 +33,6 @@ Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   const char* arch = arch_for(major, minor);
   if (!arch) return {"CUDA kernels need compute capability 8.0 or newer"};
   for (const char* candidate : {wide ? "fma" : arch, "sm80"}) {
-    if (!serves(candidate, p)) continue;
     for (const Instance& i : kInstances) {
       if (i.head_dim >= p.D && i.value_dim >= p.Dv && !std::strcmp(i.arch, candidate) && !std::strcmp(i.pass, pass) &&
           !std::strcmp(i.dtype, dtype)) {

@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "core/problem.h"
-#include "cuda/opaque.cuh"
+#include "cuda/operands.cuh"
 
 namespace jax_flash2::cuda {
 
@@ -22,9 +22,11 @@ struct ScoreGradients {
             slopes.present() ? slopes.at<float>(b, n) : nullptr, slopes.row};
   }
 
+  __device__ __forceinline__ bool present() const { return bias_g || slopes_g; }
+
   __device__ __forceinline__ void add_bias(int i, int j, float ds) const {
     if (!bias_g) return;
-    float* const to = bias_g + opaque(i) * bias_row + opaque(j) * bias_col;
+    float* const to = bias_g + i * bias_row + j * bias_col;
     if (bias_shared) {
       atomicAdd(to, ds);
     } else {
@@ -39,6 +41,21 @@ struct ScoreGradients {
     share += __shfl_xor_sync(~0u, share, 8);
     share += __shfl_xor_sync(~0u, share, 16);
     if (threadIdx.x % 32 < 4 && exists) atomicAdd(slopes_g + i * slopes_row, share);
+  }
+};
+
+// What a backward knows of a batch row and a query head, see operands.cuh, and what it adds to.
+struct BackwardOperands : Operands {
+  ScoreGradients gradients;
+
+  __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
+    Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
+  }
+
+  // Of a pair whose score's gradient is `ds`: adds it to the bias's, and returns what it adds to the slope's.
+  __device__ __noinline__ float add(int i, int j, float ds) const {
+    gradients.add_bias(i, j, ds);
+    return gradients.slopes_g ? -ds * addend.distance(i, j) : 0.0f;
   }
 };
 

@@ -237,10 +237,14 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
     if (ffi::Error e = attach(*slot, *p, batch); e.failure()) return e;
   }
   if (ffi::Error e = coalesce(present, batch, p); e.failure()) return e;
-  for (const Tensor* spans : {&p->extras.key_spans, &p->extras.query_spans}) {
+  const Extras& extras = p->extras;
+  for (const Tensor* spans : {&extras.key_spans, &extras.query_spans}) {
     if (spans->present() && spans->row != 2) return invalid("spans must be given for every row");
   }
-  if (p->extras.key_spans.present() != p->extras.query_spans.present()) return invalid("spans need both sides");
+  for (const Tensor* ids : {&extras.query_ids, &extras.key_ids, &extras.positions}) {
+    if (ids->present() && ids->row != 1) return invalid("ids and positions must be given for every row");
+  }
+  if (extras.key_spans.present() != extras.query_spans.present()) return invalid("spans need both sides");
   if (backward && !(p->dq.present() && p->dk.present() && p->dv.present()) && p->B && p->T && p->S) {
     return invalid("dq, dk or dv is missing");
   }

@@ -62,6 +62,7 @@ NB_MODULE(_cpu, m) {
 #undef JAX_FLASH2_FIELD
     return fields;
   });
+  m.def("max_length", [] { return kMaxLength; });
   m.def("extras", [] {
     nb::list extras;
 #define JAX_FLASH2_EXTRA(name, dtype, axes, slot) \

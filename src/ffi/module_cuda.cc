@@ -44,6 +44,9 @@ ffi::Error extents(cudaStream_t stream, ffi::Buffer<ffi::PRED> mask, ffi::Result
       rows > kMaxLength || cols > kMaxLength) {
     return ffi::Error::InvalidArgument("jax_flash2: extents do not match the mask");
   }
+  if (reinterpret_cast<uintptr_t>(mask.untyped_data()) % 16 != 0) {
+    return ffi::Error::InvalidArgument("jax_flash2: the mask is not aligned to 16 bytes");
+  }
   return to_error(cuda::find_extents(reinterpret_cast<const uint8_t*>(mask.typed_data()), batch, heads, rows, cols,
                                      by_row->typed_data(), by_col->typed_data(), stream));
 }

@@ -72,15 +72,6 @@ struct QueryStep {
   int n, tile;
 };
 
-// Operands, and the gradients that pairs are added to.
-struct BackwardOperands : Operands {
-  ScoreGradients gradients;
-
-  __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
-    Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
-  }
-};
-
 // kBody: kPlain, or kGeneral for all others.
 template <class Config, class Element, Body kBody>
 __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_per_sm)
@@ -294,7 +285,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, natural
           const int row0 = i0 + column0 + 8 * j;
           float slope[2] = {};
-          const bool adds = p.has_addend(mask());
+          const bool adds = operands_s->adds;
           const Dropout<float>& dropout = operands_s->dropout;
           const ScoreGradients& gradients = operands_s->gradients;
 #pragma unroll
@@ -303,7 +294,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 #pragma unroll
             for (int e = 0; e < 2;
                  e++) {  // of keys key0 and key0 + 8, queries row0 and row0 - 8 or + 8: one block's words
-              if (dropout.present() && j % 2 == 0) kept[i][e] = dropout.kept(row0 + e, key0);
+              if (dropout.present() && j % 2 == 0) kept[i][e] = operands_s->kept(row0 + e, key0);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -321,10 +312,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               const float ds = probability * (dp[i][j][e] * factor - (e % 2 ? delta.y : delta.x));
               s[i][j][e] = visible ? probability * factor : 0.0f;
               dp[i][j][e] = visible ? ds * score.slope(x) : 0.0f;
-              if (visible) {
-                gradients.add_bias(row, key, ds);
-                if (gradients.slopes_g) slope[e % 2] -= ds * operands_s->addend.distance(row, key);
-              }
+              if (visible && gradients.present()) slope[e % 2] += operands_s->add(row, key, ds);
             }
           }
 #pragma unroll

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
         }
       };
       each_score([&](float& x, int row, int column) { x = score.apply<Math>(x, row, column); });
-      if (p.has_addend(mask())) {
+      if (operands_s->adds) {
         each_score([&](float& x, int row, int column) {
           const float added = operands_s->added(opaque(row), opaque(column));
           x = added == -INFINITY ? added : x + added;  // a NaN of a key that the row does not see

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
   }
 }
 
-// Enqueues one body; the other need not exist.
+// Enqueues one body; the others need not exist.
 template <class Config, class Element, Body kBody>
 Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaStream_t stream) {
   using Shared = BackwardShared<Config>;
@@ -116,6 +116,7 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
     if (const Status s = backward_schedule<Config>(p, &schedule); !s.ok()) return s;
   }
   const bool split = schedule.parts > 1;
+  if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   if (schedule.chores) {
     const size_t counters = size_t(p.B) * p.N * ((p.T + 31) / 32 + 1);
     if (cudaMemsetAsync(p.order.data, 0, counters * sizeof(int), stream) != cudaSuccess) {

@@ -14,6 +14,7 @@
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/backward_rows.cuh"
+#include "cuda/score_gradients.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/columns.cuh"
@@ -24,7 +25,7 @@ namespace jax_flash2::cuda::sm90 {
 struct Seen {
   uint32_t bits[2] = {~0u, ~0u};
 
-  __device__ __forceinline__ Seen() = default;
+  Seen() = default;
   __device__ __forceinline__ Seen(const Mask& mask, int key, int query) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -49,6 +50,8 @@ struct Scores {
   const Seen& seen;
   int key, query;
   uint32_t statistics;
+  const BackwardOperands& operands;  // of the general body
+  int queries;                       // that exist
 
   // P from products; in the general body scores, for dS asks for them.
   __device__ __forceinline__ void probabilities(float (&s)[kCols8][4], float scale_log2) const {
@@ -69,9 +72,17 @@ struct Scores {
 
   // dS in the place of dP, and P where there were scores.
   __device__ __forceinline__ void gradients(float (&s)[kCols8][4], float (&dp)[kCols8][4]) const {
+    [[maybe_unused]] uint32_t kept[2] = {};  // what dropout keeps of two blocks of 8 queries
 #pragma unroll
     for (int j = 0; j < kCols8; j++) {
       const float2 delta = ptx::ld_shared_v2_f32(statistics + kToDelta + j * 32), lse = kPlain ? float2{} : lses(j);
+      [[maybe_unused]] float slopes[2] = {};  // of each query, what this lane's keys add to the slope's gradient
+      if constexpr (!kPlain) {
+        if (j % 2 == 0 && operands.dropout.present()) {
+#pragma unroll
+          for (int e = 0; e < 2; e++) kept[e] = operands.kept(query_of(j, e), key);
+        }
+      }
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float delta_e = e % 2 ? delta.y : delta.x;
@@ -79,10 +90,26 @@ struct Scores {
           dp[j][e] = s[j][e] * (dp[j][e] - delta_e);
           if (!is_seen(j, e)) dp[j][e] = 0;
         } else {
-          const float x = s[j][e], probability = ptx::ex2(fmaf(x, kLog2e, e % 2 ? lse.y : lse.x));
-          const float ds = probability * (dp[j][e] - delta_e);
-          s[j][e] = is_seen(j, e) ? probability : 0.0f;
-          dp[j][e] = is_seen(j, e) ? ds * score.slope(x) : 0.0f;
+          const int i = query_of(j, e), k = key_of(e);
+          const float x = s[j][e];
+          bool visible = is_seen(j, e);
+          float added = 0, factor = 1;
+          if (visible && operands.adds) {
+            added = operands.added(i, k);
+            visible = added != -INFINITY;
+          }
+          if (operands.dropout.present()) factor = kept[e % 2] >> (j % 2 * 2 + e / 2) & 1 ? operands.dropout.scale : 0;
+          const float probability = ptx::ex2(fmaf(x + added, kLog2e, e % 2 ? lse.y : lse.x));
+          const float ds = probability * (dp[j][e] * factor - delta_e);
+          s[j][e] = visible ? probability * factor : 0.0f;
+          dp[j][e] = visible ? ds * score.slope(x) : 0.0f;
+          if (visible && operands.gradients.present()) slopes[e % 2] += operands.add(i, k, ds);
+        }
+      }
+      if constexpr (!kPlain) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          operands.gradients.add_slope(query_of(j, e), query_of(j, e) < queries, slopes[e]);
         }
       }
     }
@@ -138,12 +165,25 @@ struct BackwardConsumer {
   __device__ __forceinline__ void sync_all() const { ptx::bar_sync(kAllBarrier, kAll); }
   __device__ __forceinline__ void sync_group() const { ptx::bar_sync(kGroupBarrier + group, 128); }
 
-  // By a step of query head n, of what it masks.
+  // Of all bodies but the plain one; of the head of the step.
+  __device__ __forceinline__ BackwardOperands& operands() const {
+    const uint32_t at = shared + Shared::kOperands + group * Shared::kOperandsBytes;
+    return *static_cast<BackwardOperands*>(__cvta_shared_to_generic(at));
+  }
   template <class Plans>
-  __device__ __forceinline__ Seen see(const Plans& plans, int n, int key, int query) const {
-    const Mask mask = plans.mask(p);
-    Seen seen(mask, key, query);
-    if (Plans::kLooksUp && !mask.exact) seen.keep(p.addend<float>(plans.batch(), n, mask), key, query);
+  __device__ __forceinline__ void begin_head(const Plans& plans, int n) const {
+    sync_group();  // nobody reads those of the head before
+    if (thread == 0) operands().mask = plans.mask(p), operands().set_head(p, plans.batch(), n);
+    sync_group();
+  }
+
+  // By a step, of what it masks.
+  template <Body kBody, class Plans>
+  __device__ __forceinline__ Seen see(const Plans& plans, int key, int query) const {
+    if constexpr (kBody == Body::kPlain) return Seen(plans.mask(p), key, query);
+    const BackwardOperands& known = operands();
+    Seen seen(known.mask, key, query);
+    if (kBody == Body::kSpans && !known.mask.exact) seen.keep(known.addend, key, query);
     return seen;
   }
 
@@ -235,6 +275,7 @@ __device__ __forceinline__ void compute(Kind& kind) {
     // Bounds are read where they are needed: there are no registers to keep them.
 #pragma unroll 1
     for (int n = at.n_begin; n < plans.n_end(); n++) {
+      if constexpr (kBody != Body::kPlain) kind.begin_head(plans, n);
       int m = plans.tiles().begin;
       if constexpr (kBody != Body::kGeneral) {
 #pragma unroll 1

@@ -8,6 +8,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/score_gradients.cuh"
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config_backward.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -56,11 +57,14 @@ struct BackwardShared {
   static constexpr int kPlanRing = kDqRing + BackwardTile::kConsumers * Ring<1>::kBytes;
   static constexpr int kChoreRing = kPlanRing + Ring<kPlans>::kBytes;
   static constexpr int kPlan = kChoreRing + Ring<1>::kBytes;
+  static constexpr int kOperands = kPlan + kPlans * kPlanBytes;  // of each warpgroup, of all bodies but the plain one
+  static constexpr int kOperandsBytes = (sizeof(BackwardOperands) + 15) / 16 * 16;
+  static constexpr int kEnd = kOperands + BackwardTile::kConsumers * kOperandsBytes;
   // A tile of out and one of dO, or one of dQ, where there is room for them.
-  static constexpr int kChores = (kPlan + kPlans * kPlanBytes + 1023) / 1024 * 1024;
+  static constexpr int kChores = (kEnd + 1023) / 1024 * 1024;
   static constexpr int kChoreBytes = std::max(2 * DoutTile::kBytes, kTile.queries* kTile.head_dim * 4);
   static constexpr bool kHasChores = kChores + kChoreBytes <= kSharedBytes;
-  static constexpr int kBytes = kHasChores ? kChores + kChoreBytes : kPlan + kPlans * kPlanBytes;
+  static constexpr int kBytes = kHasChores ? kChores + kChoreBytes : kEnd;
   // dK and dV on their way out take the places of others.
   static constexpr int kDkOut = kTile.wide ? kK : kDq, kDvOut = kTile.wide ? kV : kDs;
   static_assert(kBytes <= kSharedBytes);
@@ -167,7 +171,6 @@ struct HeadCounters {
 // A block's key tiles, one after another. The one thread that loads finds each, and publishes it for the other warps.
 template <class Config, bool kSpans>
 struct Plans {
-  static constexpr bool kLooksUp = kSpans;
   using Shared = BackwardShared<Config>;
   // Warps that read plans: one that brings statistics, `drains`, and those that compute.
   static constexpr int readers(int drains) { return 1 + drains + BackwardTile::kConsumers * 4; }
@@ -187,7 +190,7 @@ struct Plans {
     put(1, at.mask.right, at.mask.off, at.batch_row, at.k_head);
     put(2, at.tiles.begin, at.tiles.full_begin, at.tiles.full_end, at.tiles.end);
     put(3, at.n_begin, at.n_end, at.b.at[0], at.b.at[1]);
-    put(4, at.b.at[2], at.b.at[3], at.ends_unit, at.mask.exact | at.mask.sparse << 1);
+    put(4, at.b.at[2], at.b.at[3], at.ends_unit, int(at.mask.flags()));
     ptx::mbarrier_arrive(ring.full());
     ring.next();
   }
@@ -205,8 +208,7 @@ struct Plans {
   __device__ __forceinline__ Mask mask(const Problem& p) const {
     const uint4 a = get(0);
     Mask m{int(a.y), int(a.z), int(a.w), int(ptx::ld_shared_b32(slot() + 16)), int(ptx::ld_shared_b32(slot() + 20))};
-    const uint32_t flags = ptx::ld_shared_b32(slot() + 4 * 16 + 12);
-    m.exact = flags & 1, m.sparse = flags & 2;
+    m = m.with_flags(ptx::ld_shared_b32(slot() + 4 * 16 + 12));
     return kSpans && p.has_spans() ? p.with_spans(m, batch()) : m;
   }
   __device__ __forceinline__ Batch batch() const {

@@ -84,7 +84,7 @@ struct WideTile : BackwardConsumer<Config> {
     const int key = (kPlain && !kMasked ? 0 : plans.tile() * kKeys) + int(warp) * 16 + int(lane) / 4,
               query = i0 + group * kOwn + int(lane) % 4 * 2;
     Seen seen;
-    if constexpr (kMasked && kSpans) seen = this->see(plans, n, key, query);  // early: it waits for memory
+    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(plans, key, query);  // early: it waits for memory
     q_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -111,10 +111,11 @@ struct WideTile : BackwardConsumer<Config> {
     ptx::wgmma_wait_group<1>();
     ptx::pin(s);
 
-    if constexpr (kMasked && !kSpans) seen = this->see(plans, n, key, query);
+    if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key, query);
     const Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores{
         score, seen, key, query,
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8};
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8,
+        this->operands(), p.T};
     scores.probabilities(s, scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);

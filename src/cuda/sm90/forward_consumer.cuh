@@ -172,7 +172,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         }
       }
       if constexpr (kMasked) {
-        const bool adds = !kPlain && p.has_addend(operands.mask), exact = !kSpans || operands.mask.exact;
+        const bool adds = !kPlain && operands.adds, exact = !kSpans || operands.mask.exact;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const Range keys = keys_of(h);
