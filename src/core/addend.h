@@ -48,18 +48,28 @@ struct Addend {
 
   JAX_FLASH2_HD Real at(int i, int j) const {
     if (!keeps(i, j)) return static_cast<Real>(-INFINITY);
-    const Real x = bias ? bias_at(i * bias_row + j * bias_col) : Real(0);
+    Real x = 0;
+    if (bias) with_bias_dtype([&]<DType kDType>() { x = bias_at<kDType>(i * bias_row + j * bias_col); });
     return sloped ? x - slope * distance(i, j) : x;
   }
 
- private:
-  JAX_FLASH2_HD Real bias_at(int64_t at) const {
+  // Calls body<dtype of the bias>(): once for many elements, where that saves asking for each.
+  template <class Body>
+  JAX_FLASH2_HD void with_bias_dtype(const Body& body) const {
     switch (bias_dtype) {
-      case DType::kF16: return f16_to_float(static_cast<const uint16_t*>(bias)[at]);
-      case DType::kBF16: return bits_to_float(uint32_t{static_cast<const uint16_t*>(bias)[at]} << 16);
-      case DType::kF32: return static_cast<const float*>(bias)[at];
-      default: break;
+      case DType::kF16: return body.template operator()<DType::kF16>();
+      case DType::kBF16: return body.template operator()<DType::kBF16>();
+      case DType::kF32: return body.template operator()<DType::kF32>();
+      default: return body.template operator()<DType::kF64>();
     }
+  }
+  template <DType kDType>
+  JAX_FLASH2_HD Real bias_at(int64_t at) const {
+    if constexpr (kDType == DType::kF16) return f16_to_float(static_cast<const uint16_t*>(bias)[at]);
+    if constexpr (kDType == DType::kBF16) {
+      return bits_to_float(uint32_t{static_cast<const uint16_t*>(bias)[at]} << 16);
+    }
+    if constexpr (kDType == DType::kF32) return static_cast<const float*>(bias)[at];
     // A finite float64 is a number in float32 too: only a true -inf removes a pair.
     const double wide = static_cast<const double*>(bias)[at];
     const double lowest = sizeof(Real) == 4 ? -0x1.fffffep127 : wide;

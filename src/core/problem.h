@@ -162,9 +162,9 @@ struct Problem {
   JAX_FLASH2_HD bool has_addend(const Mask& m) const {
     return !m.exact || extras.bias.present() || extras.alibi_slopes.present();
   }
-  // Whether operands change scores, probabilities or a row's sum.
+  // Whether operands change scores or probabilities pair by pair. A sink only ends a row.
   JAX_FLASH2_HD bool elementwise() const {
-    return extras.bias.present() || extras.alibi_slopes.present() || extras.sinks.present() || extras.seeds.present();
+    return extras.bias.present() || extras.alibi_slopes.present() || extras.seeds.present();
   }
 
   // Whether only the device knows who sees whom.

@@ -3,10 +3,32 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/tile/columns.cuh"
 
 namespace jax_flash2::cuda {
+
+// Pairs that one lane holds in a row of C fragments: query i and key j, and of the same query other keys, or of the same
+// key other queries, as tile/columns.cuh says.
+template <bool kAlongKeys, int kPairs>
+struct Line {
+  static_assert(kPairs <= 32);
+  int i, j;
+
+  __device__ __forceinline__ int query(int x) const { return kAlongKeys ? i : i + tile::column_step(x); }
+  __device__ __forceinline__ int key(int x) const { return kAlongKeys ? j + tile::column_step(x) : j; }
+  // Calls body(x, place) of the pairs that `pairs` names, `place` being that in an array of these strides.
+  template <class Body>
+  __device__ __forceinline__ void each(uint32_t pairs, int64_t row, int64_t col, const Body& body) const {
+    const int64_t first = i * row + j * col, step = kAlongKeys ? col : row;
+#pragma unroll
+    for (int x = 0; x < kPairs; x++) {
+      if (pairs >> x & 1) body(x, first + tile::column_step(x) * step);
+    }
+  }
+};
 
 struct Operands {
   Mask mask;
@@ -18,14 +40,50 @@ struct Operands {
     addend = p.addend<float>(b, n, mask), dropout = p.dropout<float>(b, n), adds = p.has_addend(mask);
   }
 
-  // What follows is called, not inlined: the code of every operand at every element of a tile would take registers from
-  // products, and minutes to compile.
-
-  // What operands add to the score of a pair; -inf: it is removed. Spans are not asked.
-  __device__ __noinline__ float added(int i, int j) const {
-    return mask.without_spans().visible(i, j) ? addend.at(i, j) : -INFINITY;
+  // Adds to score(x) what operands do, of the pairs that `pairs` names, and returns those that they leave. One operand
+  // after the other, so that each is asked for once, and its elements together.
+  template <bool kAlongKeys, int kPairs, class Score>
+  __device__ __forceinline__ uint32_t add(const Line<kAlongKeys, kPairs>& line, uint32_t pairs,
+                                          const Score& score) const {
+    if (addend.mask || addend.query_ids) {
+      pairs = tile::columns_left(pairs, kAlongKeys ? line.j : line.i, [&](int at) {
+        return kAlongKeys ? addend.keeps(line.i, at) : addend.keeps(at, line.j);
+      });
+    }
+    if (addend.bias) {
+      addend.with_bias_dtype([&]<DType kDType>() {
+        line.each(pairs, addend.bias_row, addend.bias_col, [&](int x, int64_t at) {
+          const float added = addend.template bias_at<kDType>(at);
+          score(x) += added;
+          if (added == -INFINITY) pairs &= ~(1u << x);
+        });
+      });
+    }
+    if (addend.sloped) {
+#pragma unroll
+      for (int x = 0; x < kPairs; x++) {
+        if (pairs >> x & 1) score(x) -= addend.slope * addend.distance(line.query(x), line.key(x));
+      }
+    }
+    return pairs;
   }
-  // What dropout keeps of four pairs, see Dropout.
+
+  // What dropout keeps of a line along queries, and of that 8 keys further on. Query and key have bit 3 clear.
+  template <int kPairs>
+  __device__ __forceinline__ void keep(const Line<false, kPairs>& line, uint32_t (&pairs)[2]) const {
+    pairs[0] = pairs[1] = ~0u;
+    if (!dropout.present()) return;
+    pairs[0] = pairs[1] = 0;
+#pragma unroll
+    for (int x = 0; x < kPairs; x += x % 2 ? 3 : 1) {  // 0 1 4 5 8 9 ..: the pair x + 2 is 8 queries further on
+      const uint32_t kept = this->kept(line.query(x), line.key(x));
+#pragma unroll
+      for (int h = 0; h < 2; h++) pairs[h] |= (kept >> h & 1) << x | (kept >> (h + 2) & 1) << (x + 2);
+    }
+  }
+
+ private:
+  // Called, not inlined: its rounds at each of a tile's pairs take minutes to compile.
   __device__ __noinline__ uint32_t kept(int i, int j) const { return dropout.kept(i, j); }
 };
 

@@ -22,25 +22,25 @@ struct ScoreGradients {
             slopes.present() ? slopes.at<float>(b, n) : nullptr, slopes.row};
   }
 
-  __device__ __forceinline__ bool present() const { return bias_g || slopes_g; }
-
-  __device__ __forceinline__ void add_bias(int i, int j, float ds) const {
-    if (!bias_g) return;
-    float* const to = bias_g + i * bias_row + j * bias_col;
-    if (bias_shared) {
-      atomicAdd(to, ds);
-    } else {
-      *to = ds;  // this pair's own
+  // Adds the gradients `ds` of a line's scores, of the pairs that `pairs` names, all others being 0. By whole warps: the
+  // lanes that share queries are those of equal lane % 4. queries: that exist.
+  template <int kPairs>
+  __device__ __forceinline__ void add(const Line<false, kPairs>& line, uint32_t pairs, const float (&ds)[kPairs],
+                                      const Addend<float>& addend, int queries) const {
+    if (bias_g && bias_shared) {
+      line.each(pairs, bias_row, bias_col, [&](int x, int64_t at) { atomicAdd(bias_g + at, ds[x]); });
+    } else if (bias_g) {
+      line.each(pairs, bias_row, bias_col, [&](int x, int64_t at) { bias_g[at] = ds[x]; });  // each pair's own
     }
-  }
-
-  // A lane's share of query i's sum; the lanes that share a query are those of equal lane % 4.
-  __device__ __forceinline__ void add_slope(int i, bool exists, float share) const {
     if (!slopes_g) return;
-    share += __shfl_xor_sync(~0u, share, 4);
-    share += __shfl_xor_sync(~0u, share, 8);
-    share += __shfl_xor_sync(~0u, share, 16);
-    if (threadIdx.x % 32 < 4 && exists) atomicAdd(slopes_g + i * slopes_row, share);
+#pragma unroll
+    for (int x = 0; x < kPairs; x++) {
+      float share = pairs >> x & 1 ? -ds[x] * addend.distance(line.query(x), line.key(x)) : 0.0f;
+      share += __shfl_xor_sync(~0u, share, 4);
+      share += __shfl_xor_sync(~0u, share, 8);
+      share += __shfl_xor_sync(~0u, share, 16);
+      if (threadIdx.x % 32 < 4 && line.query(x) < queries) atomicAdd(slopes_g + line.query(x) * slopes_row, share);
+    }
   }
 };
 
@@ -52,10 +52,25 @@ struct BackwardOperands : Operands {
     Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
   }
 
-  // Of a pair whose score's gradient is `ds`: adds it to the bias's, and returns what it adds to the slope's.
-  __device__ __noinline__ float add(int i, int j, float ds) const {
-    gradients.add_bias(i, j, ds);
-    return gradients.slopes_g ? -ds * addend.distance(i, j) : 0.0f;
+  // Of a line of pairs, of which `seen` names those that the mask leaves and `kept` those that dropout does: turns scores
+  // s(x) into probabilities, and dP into dS. power(score, x) is a probability before dropout; queries: that exist.
+  template <int kPairs, class Power, class Delta, class S, class Dp>
+  __device__ __forceinline__ void differentiate(const Line<false, kPairs>& line, uint32_t seen, uint32_t kept,
+                                                int queries, const Score<float>& score, const Power& power,
+                                                const Delta& delta, const S& s, const Dp& dp) const {
+    float sums[kPairs] = {};  // what operands add, then the gradient of the sum
+    if (adds) seen = add(line, seen, [&](int x) -> float& { return sums[x]; });
+    const float scale = dropout.present() ? dropout.scale : 1.0f;
+#pragma unroll
+    for (int x = 0; x < kPairs; x++) {
+      const float qk = s(x), factor = kept >> x & 1 ? scale : 0.0f;
+      const float probability = power(qk + sums[x], x), ds = probability * (dp(x) * factor - delta(x));
+      const bool left = seen >> x & 1;
+      s(x) = left ? probability * factor : 0.0f;
+      dp(x) = left ? ds * score.slope(qk) : 0.0f;
+      sums[x] = left ? ds : 0.0f;
+    }
+    gradients.add(line, seen, sums, addend, queries);
   }
 };
 

@@ -392,13 +392,16 @@ void check_problem() {
   p.spec.softcap = 1;
   expect(p.body() == Body::kGeneral && !p.elementwise(), none, "a softcap is not");
   p.spec = {};
-  for (Tensor* operand : {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.sinks,
-                          &p.extras.seeds}) {
+  for (Tensor* operand :
+       {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.seeds}) {
     operand->data = cells;
     expect(p.body() == (p.removes_pairs() ? Body::kSpans : Body::kGeneral) && (p.elementwise() || p.removes_pairs()),
            none, "nor is what operands do to pairs");
     operand->data = nullptr;
   }
+  p.extras.sinks.data = cells;
+  expect(p.body() == Body::kPlain, none, "a sink is no matter of pairs");
+  p.extras.sinks.data = nullptr;
   p.extras.bias = {.data = cells, .batch = {0, 0, 0, 9}, .row = 9, .head = 0, .col = 1};
   expect(p.bias_is_shared(), none, "a bias that batch rows and heads share");
   const Tensor own{.data = cells, .batch = {15, 0, 5, 1}, .row = 1, .head = 1, .col = 1};

@@ -1,6 +1,6 @@
 // The backward pass on mma.sync (compute capability 8.0 and newer), FlashAttention-2's way: a block owns a tile of keys of
 // one head and walks the query tiles that its mask leaves; dK and dV stay in registers, dQ is added to memory. Asks Mask,
-// Score, Addend and Dropout, and never knows which feature it serves.
+// Score and Operands, and never knows which feature it serves.
 //
 // Scores are computed transposed (keys x queries), so that P and dS leave the tensor cores as the operands that dV = P dO
 // and dK = dS Q want, in registers. Only dS, which dQ = dS^T K wants the other way round, goes through shared memory, and
@@ -16,15 +16,16 @@
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/operands.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/score_gradients.cuh"
 #include "cuda/sm80/backward_plan.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
-#include "cuda/operands.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
+#include "cuda/tile/columns.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/shared_tile.cuh"
@@ -268,11 +269,10 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       }
 
       uint32_t p_r[kSubBlocks][kKeyBlocks][4], ds_r[kSubBlocks][kKeyBlocks][4];
-      [[maybe_unused]] uint32_t kept[kKeyBlocks][2] = {};  // what dropout keeps of two column blocks
+      if constexpr (kPlain) {
 #pragma unroll
-      for (int j = 0; j < 2 * kSubBlocks; j++) {
-        const float2 delta = ptx::ld_shared_v2_f32(statistics_s + (Config::kTile.queries + column0 + 8 * j) * 4);
-        if constexpr (kPlain) {
+        for (int j = 0; j < 2 * kSubBlocks; j++) {
+          const float2 delta = ptx::ld_shared_v2_f32(statistics_s + (Config::kTile.queries + column0 + 8 * j) * 4);
 #pragma unroll
           for (int i = 0; i < kKeyBlocks; i++) {
 #pragma unroll
@@ -281,42 +281,30 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
               if (kMasked && !seen(i, e / 2).has(8 * j + e % 2)) dp[i][j][e] = 0;
             }
           }
-        } else {
-          const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, natural
-          const int row0 = i0 + column0 + 8 * j;
-          float slope[2] = {};
-          const bool adds = operands_s->adds;
-          const Dropout<float>& dropout = operands_s->dropout;
-          const ScoreGradients& gradients = operands_s->gradients;
+        }
+      } else {
+        using Pairs = Line<false, 4 * kSubBlocks>;
 #pragma unroll
-          for (int i = 0; i < kKeyBlocks; i++) {
-            const int key0 = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
+        for (int i = 0; i < kKeyBlocks; i++) {
+          const int query = i0 + column0, key = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
+          uint32_t kept[2];
+          operands_s->keep(Pairs{query, key}, kept);
 #pragma unroll
-            for (int e = 0; e < 2;
-                 e++) {  // of keys key0 and key0 + 8, queries row0 and row0 - 8 or + 8: one block's words
-              if (dropout.present() && j % 2 == 0) kept[i][e] = operands_s->kept(row0 + e, key0);
+          for (int h = 0; h < 2; h++) {
+            const auto statistic = [&](int x, int from) {  // -lse, natural, or delta
+              return ptx::ld_shared_f32(statistics_s + (from + column0 + tile::column_step(x)) * 4);
+            };
+            const auto score_at = [&](int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
+#pragma unroll
+            for (int x = 0; x < 4 * kSubBlocks; x++) {
+              score_at(x) = score.apply<Math>(score_at(x), query + tile::column_step(x), key + 8 * h);
             }
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              const int row = row0 + e % 2, key = key0 + e / 2 * 8;
-              const float x = score.apply<Math>(s[i][j][e], row, key);
-              bool visible = seen(i, e / 2).has(8 * j + e % 2);
-              float added = 0;
-              if (visible && adds) {
-                added = operands_s->added(row, key);
-                visible = added != -INFINITY;
-              }
-              float factor = 1;
-              if (dropout.present()) factor = kept[i][e % 2] >> (j % 2 * 2 + e / 2) & 1 ? dropout.scale : 0.0f;
-              const float probability = ptx::ex2((x + added + (e % 2 ? lse.y : lse.x)) * kLog2e);
-              const float ds = probability * (dp[i][j][e] * factor - (e % 2 ? delta.y : delta.x));
-              s[i][j][e] = visible ? probability * factor : 0.0f;
-              dp[i][j][e] = visible ? ds * score.slope(x) : 0.0f;
-              if (visible && gradients.present()) slope[e % 2] += operands_s->add(row, key, ds);
-            }
+            operands_s->differentiate(
+                Pairs{query, key + 8 * h}, tile::column_bits(seen(i, h)), kept[h], p.T, score,
+                [&](float y, int x) { return ptx::ex2((y + statistic(x, 0)) * kLog2e); },
+                [&](int x) { return statistic(x, Config::kTile.queries); }, score_at,
+                [&](int x) -> float& { return dp[i][x / 2][2 * h + x % 2]; });
           }
-#pragma unroll
-          for (int e = 0; e < 2; e++) gradients.add_slope(row0 + e, row0 + e < p.T, slope[e]);
         }
       }
 #pragma unroll

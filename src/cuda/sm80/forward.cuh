@@ -1,6 +1,6 @@
 // The forward pass on mma.sync (compute capability 8.0 and newer), FlashAttention-2's way: a block owns a tile of
 // queries of one head and walks the key tiles that its mask leaves, from the last to the first; warps split the rows;
-// scores, probabilities and the unscaled output stay in registers. Asks Mask, Score, Addend and Dropout, and never knows
+// scores, probabilities and the unscaled output stay in registers. Asks Mask, Score and Operands, and never knows
 // which feature it serves.
 #pragma once
 #include <cuda_runtime.h>
@@ -12,11 +12,11 @@
 
 #include "core/problem.h"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/opaque.cuh"
+#include "cuda/operands.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/config.cuh"
-#include "cuda/operands.cuh"
 #include "cuda/softmax.cuh"
+#include "cuda/tile/columns.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/shared_tile.cuh"
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
-  const auto sink = [&](int row) { return kPlain || row >= bounds.q_len ? -INFINITY : p.sink<float>(b, n); };
+  const auto sink = [&](int row) { return row < bounds.q_len ? p.sink<float>(b, n) : -INFINITY; };
 
   if (tiles.begin >= tiles.end) {
     constexpr int kChunks = kHeadDim / 8;
@@ -163,24 +163,26 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
     const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
     if constexpr (!kPlain) {
-      const auto each_score = [&](const auto& body) {
 #pragma unroll
-        for (int i = kFirst; i < kRowBlocks; i++) {
+      for (int i = kFirst; i < kRowBlocks; i++) {
 #pragma unroll
-          for (int j = 0; j < kCols8; j++) {
+        for (int h = 0; h < 2; h++) {
+          const int row = row0 + block_row(i) + lane / 4 + h * 8;
+          const auto at = [&](int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-              body(s[i][j][e], row0 + block_row(i) + lane / 4 + e / 2 * 8, column0 + 8 * j + e % 2);
+          for (int x = 0; x < kCols8 * 2; x++) {
+            at(x) = score.apply<Math>(at(x), row, column0 + tile::column_step(x));
+          }
+          if (operands_s->adds) {
+            const Range keys = mask().keys(row);
+            const uint32_t seen = tile::column_bits({keys.begin - column0, keys.end - column0});
+            const uint32_t left = operands_s->add(Line<true, kCols8 * 2>{row, column0}, seen, at);
+#pragma unroll
+            for (int x = 0; x < kCols8 * 2; x++) {
+              if (!(left >> x & 1)) at(x) = -INFINITY;
             }
           }
         }
-      };
-      each_score([&](float& x, int row, int column) { x = score.apply<Math>(x, row, column); });
-      if (operands_s->adds) {
-        each_score([&](float& x, int row, int column) {
-          const float added = operands_s->added(opaque(row), opaque(column));
-          x = added == -INFINITY ? added : x + added;  // a NaN of a key that the row does not see
-        });
       }
     }
     if constexpr (kMasked) {
@@ -271,7 +273,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       typename Softmax<kRowBlocks>::Row end = softmax.template finish<!kPlain>(i, h);
       if (!mask().live_queries().has(row))
         end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
-      if constexpr (!kPlain) end = with_sink(end, sink(row));
+      end = with_sink(end, sink(row));
       inverse[h] = end.inverse;
       if (lane % 4 == 0 && row < p.T) lse_g[row * p.lse.row] = end.lse;
     }

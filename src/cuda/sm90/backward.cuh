@@ -1,7 +1,7 @@
 // The backward pass on wgmma and TMA (compute capability 9.0), FlashAttention-3's way: a block owns a tile of keys of
 // one head and walks the query tiles that its mask leaves. Of its warps four feed (sm90/backward_feed.cuh), and two
-// warpgroups compute (sm90/backward_consumer.cuh). Asks Mask, Score and Addend, and never knows which
-// feature it serves.
+// warpgroups compute (sm90/backward_consumer.cuh). Asks Mask, Score and Operands, and never knows
+// which feature it serves.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,6 +1,6 @@
 // What a computing warpgroup of the backward does whatever its tile's kind: it walks the block's key tiles and the query
 // tiles that each meets, turns scores into P and dS, and writes dK and dV. The products are those of the kind
-// (sm90/backward_narrow.cuh, backward_wide.cuh). Asks Mask, Score and Addend; knows no feature.
+// (sm90/backward_narrow.cuh, backward_wide.cuh). Asks Mask, Score and Operands; knows no feature.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -12,9 +12,9 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
+#include "cuda/score_gradients.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/backward_rows.cuh"
-#include "cuda/score_gradients.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/columns.cuh"
@@ -72,45 +72,30 @@ struct Scores {
 
   // dS in the place of dP, and P where there were scores.
   __device__ __forceinline__ void gradients(float (&s)[kCols8][4], float (&dp)[kCols8][4]) const {
-    [[maybe_unused]] uint32_t kept[2] = {};  // what dropout keeps of two blocks of 8 queries
+    if constexpr (kPlain) {
 #pragma unroll
-    for (int j = 0; j < kCols8; j++) {
-      const float2 delta = ptx::ld_shared_v2_f32(statistics + kToDelta + j * 32), lse = kPlain ? float2{} : lses(j);
-      [[maybe_unused]] float slopes[2] = {};  // of each query, what this lane's keys add to the slope's gradient
-      if constexpr (!kPlain) {
-        if (j % 2 == 0 && operands.dropout.present()) {
+      for (int j = 0; j < kCols8; j++) {
+        const float2 delta = ptx::ld_shared_v2_f32(statistics + kToDelta + j * 32);
 #pragma unroll
-          for (int e = 0; e < 2; e++) kept[e] = operands.kept(query_of(j, e), key);
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float delta_e = e % 2 ? delta.y : delta.x;
-        if constexpr (kPlain) {
-          dp[j][e] = s[j][e] * (dp[j][e] - delta_e);
+        for (int e = 0; e < 4; e++) {
+          dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
           if (!is_seen(j, e)) dp[j][e] = 0;
-        } else {
-          const int i = query_of(j, e), k = key_of(e);
-          const float x = s[j][e];
-          bool visible = is_seen(j, e);
-          float added = 0, factor = 1;
-          if (visible && operands.adds) {
-            added = operands.added(i, k);
-            visible = added != -INFINITY;
-          }
-          if (operands.dropout.present()) factor = kept[e % 2] >> (j % 2 * 2 + e / 2) & 1 ? operands.dropout.scale : 0;
-          const float probability = ptx::ex2(fmaf(x + added, kLog2e, e % 2 ? lse.y : lse.x));
-          const float ds = probability * (dp[j][e] * factor - delta_e);
-          s[j][e] = visible ? probability * factor : 0.0f;
-          dp[j][e] = visible ? ds * score.slope(x) : 0.0f;
-          if (visible && operands.gradients.present()) slopes[e % 2] += operands.add(i, k, ds);
         }
       }
-      if constexpr (!kPlain) {
+    } else {
+      using Pairs = Line<false, 2 * kCols8>;
+      uint32_t kept[2];
+      operands.keep(Pairs{query, key}, kept);
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          operands.gradients.add_slope(query_of(j, e), query_of(j, e) < queries, slopes[e]);
-        }
+      for (int h = 0; h < 2; h++) {
+        const auto statistic = [&](int x, int from) {
+          return ptx::ld_shared_f32(statistics + from + tile::column_step(x) * 4);
+        };
+        operands.differentiate(
+            Pairs{query, key + 8 * h}, seen.bits[h], kept[h], queries, score,
+            [&](float y, int x) { return ptx::ex2(fmaf(y, kLog2e, statistic(x, 0))); },
+            [&](int x) { return statistic(x, kToDelta); }, [&](int x) -> float& { return s[x / 2][2 * h + x % 2]; },
+            [&](int x) -> float& { return dp[x / 2][2 * h + x % 2]; });
       }
     }
   }

@@ -76,7 +76,8 @@ struct NarrowTile : BackwardConsumer<Config> {
     const auto key = [&] { return (kPlain && !kMasked ? 0 : plans.tile() * kKeys) + lane_key; };
     const auto query = [&] { return i0 + int(lane) % 4 * 2; };
     Seen seen;
-    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(plans, key(), query());  // early: it waits for memory
+    // With spans early: it waits for memory.
+    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(plans, key(), query());
     q_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -103,8 +104,13 @@ struct NarrowTile : BackwardConsumer<Config> {
 
     if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key(), query());
     const Scores<kPlain, kMasked, kCols8, kQueries * 4> scores{
-        score, seen, key(), query(),
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8, this->operands(), p.T};
+        score,
+        seen,
+        key(),
+        query(),
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8,
+        this->operands(),
+        p.T};
     scores.probabilities(s, scale_log2);
     uint32_t p_r[kCols8 / 2][4], ds_r[kCols8 / 2][4];
     constexpr bool kEarly =

@@ -113,9 +113,13 @@ struct WideTile : BackwardConsumer<Config> {
 
     if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key, query);
     const Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores{
-        score, seen, key, query,
+        score,
+        seen,
+        key,
+        query,
         shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8,
-        this->operands(), p.T};
+        this->operands(),
+        p.T};
     scores.probabilities(s, scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);

@@ -1,12 +1,11 @@
 // A warpgroup of the forward that computes 64 rows, FlashAttention-3's way: a step issues the scores of one key tile, then
 // the output's share of the tile before, whose powers are at hand, and works out the softmax of the first while the second
-// runs. Asks Mask, Score and Addend, and never knows which feature it serves.
+// runs. Asks Mask, Score and Operands, and never knows which feature it serves.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cuda/opaque.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
@@ -97,11 +96,11 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const auto head = [&] { return int(ptx::ld_shared_b32(work + offsetof(Work, q_head))); };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
     const auto finish = [&](RowSoftmax::Row(&ends)[2]) {
-      if constexpr (!kPlain) {
+      if (p.extras.sinks.present()) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float sink = query(h) < mask.q_len ? p.sink<float>(read_batch(work), head()) : -INFINITY;
-          ends[h] = with_sink(ends[h], sink);
+          const int n = (head() << pack_log2) + (row + 8 * h - (query(h) << pack_log2));
+          if (query(h) < mask.q_len) ends[h] = with_sink(ends[h], p.sink<float>(read_batch(work), n));
         }
       }
       // Rows that see nothing: 0, and not 0 times a NaN that other rows may read.
@@ -180,14 +179,9 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
           for (int word = 0; word < kCols8 * 2; word += 32) {
             uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);
             if (adds) {
-#pragma unroll
-              for (int x = word; x < kCols8 * 2 && x < word + 32; x++) {
-                const uint32_t bit = 1u << (x - word);
-                if (!(kept & bit)) continue;
-                const float added = operands.addend.at(opaque(query(h)), opaque(column0 + x / 2 * 8 + x % 2));
-                s[x / 2][2 * h + x % 2] += added;
-                if (added == -INFINITY) kept &= ~bit;
-              }
+              constexpr int kPairs = min_(kCols8 * 2, 32);
+              kept = operands.add(Line<true, kPairs>{query(h), column0 + word * 4}, kept,
+                                  [&](int x) -> float& { return s[(word + x) / 2][2 * h + x % 2]; });
             } else if (!exact) {
               kept = tile::columns_left(kept, column0 + word * 4,
                                         [&](int column) { return operands.addend.keeps(query(h), column); });

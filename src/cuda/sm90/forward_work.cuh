@@ -32,8 +32,8 @@ struct Work {
   int kind, row0, q_len, k_len;
   Tiles tiles;  // of keys that any consumer needs
   Batch batch;
-  int q_head, kv_head, step, none;  // q_head: where heads are packed, of the packed ones
-  int64_t out, lse;                 // offsets of the first query's element of (the first) head
+  int q_head, kv_head, step, unused;  // q_head: where heads are packed, of the packed ones
+  int64_t out, lse;                   // offsets of the first query's element of (the first) head
   // and, after it, for each consumer the tiles of keys that it needs, full ones only where every live row has seen a key
 };
 static_assert(sizeof(Work) == 80 && offsetof(Work, tiles) == 16 && offsetof(Work, out) == 64);
@@ -58,7 +58,8 @@ struct ForwardShared {
   using VTile = tile::SharedTile<kTile.keys, kTile.value_dim>;
   static constexpr int kWorks = 4;
   static constexpr int kWorkBytes = sizeof(Work) + kTile.consumers * sizeof(Tiles);
-  static constexpr int kOperandsBytes = (sizeof(Operands) + 15) / 16 * 16;  // of a work, by all bodies but the plain one
+  static constexpr int kOperandsBytes =
+      (sizeof(Operands) + 15) / 16 * 16;  // of a work, for all bodies but the plain one
   using QRing = Ring<kTile.q_buffers>;
   using KRing = Ring<kTile.stages>;
   using VRing = Ring<kTile.stages>;
@@ -74,8 +75,8 @@ struct ForwardShared {
   static constexpr int kWork = kWorkRing + WorkRing::kBytes;
   static constexpr int kOperands = kWork + kWorks * kWorkBytes;
   static constexpr int kTickets = kOperands + kWorks * kOperandsBytes;  // of the round's steps
-  static constexpr int kAgain = kTickets + kMostSteps * 4;      // a bit each
-  static constexpr int kRoundDone = kAgain + kMostSteps / 8;    // barriers
+  static constexpr int kAgain = kTickets + kMostSteps * 4;              // a bit each
+  static constexpr int kRoundDone = kAgain + kMostSteps / 8;            // barriers
   static constexpr int kLoaded = kRoundDone + 8;
   static constexpr int kBytes = kLoaded + 8;
   static_assert(kBytes <= kSharedBytes && kTile.keys % 16 == 0 && kTile.keys <= 256);
