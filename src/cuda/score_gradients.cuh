@@ -22,6 +22,16 @@ struct ScoreGradients {
             slopes.present() ? slopes.at<float>(b, n) : nullptr, slopes.row};
   }
 
+  __device__ __forceinline__ void add_bias(int i, int j, float ds) const {
+    if (!bias_g) return;
+    float* const to = bias_g + i * bias_row + j * bias_col;
+    if (bias_shared) {
+      atomicAdd(to, ds);
+    } else {
+      *to = ds;  // this pair's own
+    }
+  }
+
   // Adds the gradients `ds` of a line's scores, of the pairs that `pairs` names, all others being 0. By whole warps: the
   // lanes that share queries are those of equal lane % 4. queries: that exist.
   template <int kPairs>
