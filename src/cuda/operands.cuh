@@ -68,6 +68,16 @@ struct Operands {
     return pairs;
   }
 
+  // The same, to sums(x) from 0 on. Called, not inlined, where registers are full: sums lie in local memory.
+  template <bool kAlongKeys, int kPairs>
+  __device__ __noinline__ uint32_t sum(Line<kAlongKeys, kPairs> line, uint32_t pairs, float* sums) const {
+    float own[kPairs] = {};
+    pairs = add(line, pairs, [&](int x) -> float& { return own[x]; });
+#pragma unroll
+    for (int x = 0; x < kPairs; x++) sums[x] = own[x];
+    return pairs;
+  }
+
   // What dropout keeps of a line along queries, and of that 8 keys further on. Query and key have bit 3 clear.
   template <int kPairs>
   __device__ __forceinline__ void keep(const Line<false, kPairs>& line, uint32_t (&pairs)[2]) const {

@@ -32,11 +32,13 @@ struct ScoreGradients {
     }
   }
 
+  __device__ __forceinline__ bool present() const { return bias_g || slopes_g; }
+
   // Adds the gradients `ds` of a line's scores, of the pairs that `pairs` names, all others being 0. By whole warps: the
   // lanes that share queries are those of equal lane % 4. queries: that exist.
   template <int kPairs>
-  __device__ __forceinline__ void add(const Line<false, kPairs>& line, uint32_t pairs, const float (&ds)[kPairs],
-                                      const Addend<float>& addend, int queries) const {
+  __device__ __noinline__ void add(Line<false, kPairs> line, uint32_t pairs, const float* ds,
+                                   const Addend<float>& addend, int queries) const {
     if (bias_g && bias_shared) {
       line.each(pairs, bias_row, bias_col, [&](int x, int64_t at) { atomicAdd(bias_g + at, ds[x]); });
     } else if (bias_g) {
@@ -69,7 +71,7 @@ struct BackwardOperands : Operands {
                                                 int queries, const Score<float>& score, const Power& power,
                                                 const Delta& delta, const S& s, const Dp& dp) const {
     float sums[kPairs] = {};  // what operands add, then the gradient of the sum
-    if (adds) seen = add(line, seen, [&](int x) -> float& { return sums[x]; });
+    if (adds) seen = sum(line, seen, sums);
     const float scale = dropout.present() ? dropout.scale : 1.0f;
 #pragma unroll
     for (int x = 0; x < kPairs; x++) {
@@ -80,7 +82,7 @@ struct BackwardOperands : Operands {
       dp(x) = left ? ds * score.slope(qk) : 0.0f;
       sums[x] = left ? ds : 0.0f;
     }
-    gradients.add(line, seen, sums, addend, queries);
+    if (gradients.present()) gradients.add(line, seen, sums, addend, queries);
   }
 };
 

@@ -176,11 +176,10 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           if (operands_s->adds) {
             const Range keys = mask().keys(row);
             const uint32_t seen = tile::column_bits({keys.begin - column0, keys.end - column0});
-            const uint32_t left = operands_s->add(Line<true, kCols8 * 2>{row, column0}, seen, at);
+            float sums[kCols8 * 2];
+            const uint32_t left = operands_s->sum(Line<true, kCols8 * 2>{row, column0}, seen, sums);
 #pragma unroll
-            for (int x = 0; x < kCols8 * 2; x++) {
-              if (!(left >> x & 1)) at(x) = -INFINITY;
-            }
+            for (int x = 0; x < kCols8 * 2; x++) at(x) = left >> x & 1 ? at(x) + sums[x] : -INFINITY;
           }
         }
       }
