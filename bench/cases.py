@@ -2,8 +2,9 @@
 
 A case is one attention call. Suites are lists of cases: `grid` is the FlashAttention-2 paper's (16k tokens, hidden size
 2048), `users` what most models call, `shapes` more of it, `features` packed sequences, documents and masks beside the
-plain calls that they are measured by, `adversarial` inputs that are hard for a softmax that goes block by block, `cpu`
-what a CPU can finish, `small` a smoke test.
+plain calls that they are measured by, `operands` what acts on scores beside the same (but dropout, which no reference
+checks without sharing its law with the package), `adversarial` inputs that are hard for a softmax that goes block by
+block, `cpu` what a CPU can finish, `small` a smoke test.
 """
 
 import dataclasses
@@ -16,9 +17,13 @@ PASSES = ("fwd", "bwd", "step")
 # Inputs are standard normal, and the keys multiplied by a factor that goes from 1 to this over their positions, or down
 # from this to 1. With 16, scores differ by tens of powers of two; with 64, by more than a float32 holds (2^127).
 GROWTH = {"rising": 16.0, "falling": 16.0, "rising_far": 64.0, "falling_far": 64.0}
-DATA = ("normal", "zero", *GROWTH)
+# With wide, queries are 4 times as large, so that a soft cap is no rounding error.
+DATA = ("normal", "zero", *GROWTH, "wide")
 # How a call is told whom it may read, if not by is_causal and a window: segment ids, a bool array, or cu_seqlens.
 TOLD = ("", "ids", "mask", "varlen")
+# What acts on the scores: logits_soft_cap, alibi_slopes [h], sinks [h], a bfloat16 bias [1, h, sq, sk].
+SCORED = ("", "softcap", "alibi", "sinks", "bias")
+SOFT_CAP = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Case:
     data: str = "normal"  # or another of DATA
     parts: tuple[int, ...] = ()  # the lengths of documents that read nothing of each other; (): one document
     told: str = ""  # or another of TOLD
+    scored: str = ""  # or another of SCORED
 
     def __post_init__(self) -> None:
         for field, like in (("sk", "sq"), ("hk", "h"), ("dv", "d")):
@@ -53,6 +59,10 @@ class Case:
             raise ValueError(f"{self}: parts must fill the length, and queries and keys be as many")
         if (self.told in ("ids", "varlen") and not self.parts) or (self.told == "varlen" and self.b != 1):
             raise ValueError(f"{self}: {self.told} needs parts, varlen of one batch row")
+        if self.scored not in SCORED or (self.scored and self.told):
+            raise ValueError(f"{self}: scored must be one of {SCORED}, and '' of a call that is told its mask")
+        if self.scored == "alibi" and self.sq != self.sk and not self.causal:
+            raise ValueError(f"{self}: alibi of unequal lengths is measured with a causal mask only")
 
     @property
     def label(self) -> str:
@@ -60,9 +70,8 @@ class Case:
         length = f"t{self.sq}" + (f"/{self.sk}" if self.sk != self.sq else "")
         width = f"d{self.d}" + (f"/{self.dv}" if self.dv != self.d else "")
         data = "" if self.data == "normal" else f" {self.data}"
-        return (
-            f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}{told_by(self.told, self.parts)}"
-        )
+        how = told_by(self.told, self.parts, self.scored)
+        return f"{self.dtype} {width} {mask} {length} h{self.h}/{self.hk} b{self.b}{data}{how}"
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -95,11 +104,17 @@ class Case:
         keep = (keys >= middle - left) & (keys <= middle + right)
         return keep & (self.ids()[:, None] == self.ids()) if self.parts else keep
 
+    def slopes(self) -> np.ndarray:
+        """float32 [h]: the slopes of ALiBi."""
+        return (2.0 ** (-8 * np.arange(1, self.h + 1) / self.h)).astype(np.float32)
+
     def plain(self) -> "Case":
-        """The call that this one is measured by: its sequences as a batch, one document, or the mask by its name."""
+        """The call that this one is measured by: its sequences as a batch, one document, or the mask by its name, and
+        nothing that acts on scores."""
         equal = self.told == "varlen" and len(set(self.parts)) == 1
         b, length = (len(self.parts), self.parts[0]) if equal else (self.b, self.sq)
-        return dataclasses.replace(self, b=b, sq=length, sk=length if self.told else self.sk, parts=(), told="")
+        sk = length if self.told else self.sk
+        return dataclasses.replace(self, b=b, sq=length, sk=sk, parts=(), told="", scored="")
 
     def flops(self, mode: str) -> float:
         """Two products forward (q k, p v), five backward (both again, dp, dq, dk): only kept pairs count."""
@@ -109,14 +124,14 @@ class Case:
 
     def row(self) -> dict:
         """The fields of a result row that name the case."""
-        keys = ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told")
+        keys = ("dtype", "d", "dv", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told", "scored")
         return {key: getattr(self, key) for key in keys}
 
 
-def told_by(told: str, parts: tuple[int, ...]) -> str:
+def told_by(told: str, parts: tuple[int, ...], scored: str) -> str:
     """What a label says of these fields: nothing where they are plain."""
     runs = [f"{len(list(run))}x{length}" for length, run in itertools.groupby(parts)]
-    return "".join(f" {word}" for word in (told, "+".join(runs)) if word)
+    return "".join(f" {word}" for word in (told, "+".join(runs), scored) if word)
 
 
 def grid() -> list[Case]:
@@ -171,12 +186,19 @@ def features() -> list[Case]:
     return list(dict.fromkeys(case for each in found for case in (each.plain(), each)))
 
 
+def operands() -> list[Case]:
+    kinds = [(128, scored) for scored in SCORED if scored] + [(64, "alibi"), (64, "sinks")]
+    found = [Case(b=4, sq=4096, h=2048 // d, d=d, causal=True, scored=scored) for d, scored in kinds]
+    found = [dataclasses.replace(case, data="wide") if case.scored == "softcap" else case for case in found]
+    return list(dict.fromkeys(case for each in found for case in (each.plain(), each)))
+
+
 def adversarial() -> list[Case]:
     return [
         Case(b=4, sq=4096, h=2048 // d, d=d, causal=causal, data=data)
         for d in (64, 128)
         for causal in (False, True)
-        for data in DATA
+        for data in ("normal", "zero", *GROWTH)
     ]
 
 
@@ -200,6 +222,8 @@ def small() -> list[Case]:
         Case(b=2, sq=96, h=4, hk=2, d=32, causal=True, parts=(50, 1, 45), told="ids"),
         Case(b=2, sq=96, h=4, hk=2, d=32, causal=True, window=20, told="mask"),
         Case(b=1, sq=192, h=4, hk=2, d=32, causal=True, parts=(96, 96), told="varlen"),
+        Case(b=2, sq=96, h=4, hk=2, d=32, causal=True, data="wide", scored="softcap"),
+        *(Case(b=2, sq=96, h=4, hk=2, d=32, causal=True, scored=scored) for scored in ("alibi", "sinks", "bias")),
     ]
 
 
@@ -208,6 +232,7 @@ SUITES = {
     "users": users,
     "shapes": shapes,
     "features": features,
+    "operands": operands,
     "adversarial": adversarial,
     "cpu": cpu,
     "small": small,

@@ -1,7 +1,7 @@
 """Is an answer right? A float64 reference of one sampled (batch, key head), and the error that its dtype excuses.
 
 Written in plain jnp over blocks of query rows, so that it needs O(T) memory and a GPU does it in milliseconds. Shares
-no law with the package: a row's bounds are compared pair by pair.
+no law with the package: a row's bounds are compared pair by pair, and what acts on scores is written out here.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cases import Case
+from bench.cases import SOFT_CAP, Case
 
 ROWS = 512
 
@@ -26,6 +26,15 @@ class Answer(NamedTuple):
     dv: np.ndarray
 
 
+class Acting(NamedTuple):
+    """What acts on the scores of G query heads, so that all cases but those with a bias share a program."""
+
+    cap: jax.Array  # 0: none
+    slopes: jax.Array  # [G], 0: none
+    sinks: jax.Array  # [G], -inf: none
+    bias: jax.Array | None  # [G, T, S]
+
+
 def x64() -> contextlib.AbstractContextManager:
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(True)
@@ -34,7 +43,7 @@ def x64() -> contextlib.AbstractContextManager:
     return enable_x64(True)
 
 
-def _answer(q, k, v, g, bounds, ids, scale, *, narrow, wide):
+def _answer(q, k, v, g, bounds, ids, scale, acting, *, narrow, wide):
     """Attention and its gradient, operands rounded to `narrow` before each product, sums in `wide`."""
     left, right, offset, last_row, last_key = bounds
     scale = scale.astype(wide)
@@ -53,26 +62,34 @@ def _answer(q, k, v, g, bounds, ids, scale, *, narrow, wide):
     rows = jnp.tile(jnp.arange(whole), heads).reshape(-1, ROWS, 1)
     row_ids = jnp.tile(jnp.pad(ids[0], (0, whole - length)), heads).reshape(-1, ROWS, 1)
     keys = jnp.arange(k.shape[0])
+    slopes, sinks = (jnp.repeat(x.astype(wide), whole // ROWS).reshape(-1, 1, 1) for x in acting[1:3])
+    bias = None if acting.bias is None else blocks(acting.bias)
+    capped, cap = acting.cap != 0, jnp.where(acting.cap != 0, acting.cap, 1).astype(wide)
 
     def step(sums, block):
-        i, own, q, g = block
+        i, own, q, g, slope, sink, bias = block
         middle = i + offset
         keep = (i <= last_row) & (keys <= last_key) & (keys >= middle - left) & (keys <= middle + right)
         keep = keep & (own == ids[1])
-        s = jnp.where(keep, dot("id,jd->ij", q, k) * scale, -jnp.inf)
-        top = jnp.max(s, axis=1, keepdims=True)
-        e = jnp.where(keep, jnp.exp(s - jnp.where(jnp.isinf(top), 0, top)), 0)
-        total = jnp.sum(e, axis=1, keepdims=True)
+        s = dot("id,jd->ij", q, k) * scale
+        tanh = jnp.tanh(s / cap)
+        s = jnp.where(capped, cap * tanh, s) - slope * jnp.abs(middle - keys)
+        s = jnp.where(keep, s if bias is None else s + bias.astype(wide), -jnp.inf)
+        top = jnp.maximum(jnp.max(s, axis=1, keepdims=True), sink)
+        top = jnp.where(jnp.isinf(top), 0, top)
+        e = jnp.where(keep, jnp.exp(s - top), 0)
+        total = jnp.sum(e, axis=1, keepdims=True) + jnp.exp(sink - top)
         p = e / jnp.where(total == 0, 1, total)
         out = dot("ij,jd->id", p, v).astype(narrow)
         delta = jnp.sum(out.astype(wide) * g.astype(wide), axis=1, keepdims=True)
-        ds = p * (dot("id,jd->ij", g, v) - delta)
+        ds = p * (dot("id,jd->ij", g, v) - delta) * jnp.where(capped, 1 - tanh**2, 1)
         dq = dot("ij,jd->id", ds, k) * scale
         dk, dv = sums
         return (dk + dot("ij,id->jd", ds, q) * scale, dv + dot("ij,id->jd", p, g)), (out, dq)
 
     zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
-    (dk, dv), (out, dq) = jax.lax.scan(step, zeros, (rows, row_ids, blocks(q), blocks(g)))
+    of_rows = rows, row_ids, blocks(q), blocks(g), slopes, sinks, bias
+    (dk, dv), (out, dq) = jax.lax.scan(step, zeros, of_rows)
 
     def joined(x):
         return x.reshape(heads, whole, -1)[:, :length]
@@ -82,10 +99,10 @@ def _answer(q, k, v, g, bounds, ids, scale, *, narrow, wide):
 
 # Choosing the fastest product would take longer than any product does.
 @functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_gpu_autotune_level": 0})
-def _exact_and_excused(q, k, v, g, bounds, ids, scale, dtype):
-    exact = _answer(q, k, v, g, bounds, ids, scale, narrow=jnp.float64, wide=jnp.float64)
+def _exact_and_excused(q, k, v, g, bounds, ids, scale, acting, dtype):
+    exact = _answer(q, k, v, g, bounds, ids, scale, acting, narrow=jnp.float64, wide=jnp.float64)
     wide = jnp.float64 if dtype == "float64" else jnp.float32
-    plain = _answer(q, k, v, g, bounds, ids, scale, narrow=dtype, wide=wide)
+    plain = _answer(q, k, v, g, bounds, ids, scale, acting, narrow=dtype, wide=wide)
     eps = jnp.finfo(dtype).eps
     excused = [
         2 * jnp.max(jnp.abs(p.astype(e.dtype) - e)) + 8 * float(eps) * jnp.max(jnp.abs(e))
@@ -107,22 +124,41 @@ def _ids(case: Case, rows: int, keys: int) -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.asarray(np.pad(own, (0, size - own.size))) for size in (rows, keys))
 
 
+def _acting(case: Case, inputs: dict[str, jax.Array], heads: slice, rows: int, keys: int) -> Acting:
+    """What acts on the scores of these heads, for rows and keys that zeros have padded."""
+
+    def of_heads(name: str, absent: float) -> jax.Array:
+        x = np.asarray(inputs[name])[heads] if name in inputs else np.full(heads.stop - heads.start, absent)
+        return jnp.asarray(x, jnp.float64)
+
+    bias = None
+    if "bias" in inputs:
+        bias = jnp.pad(inputs["bias"][0, heads], ((0, 0), (0, rows - case.sq), (0, keys - case.sk)))
+    cap = jnp.asarray(SOFT_CAP if case.scored == "softcap" else 0.0)
+    return Acting(cap, of_heads("alibi", 0.0), of_heads("sinks", -np.inf), bias)
+
+
 @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
-def _exact_heads(q, k, v, g, bounds, ids, scale):
+def _exact_heads(q, k, v, g, bounds, ids, scale, acting):
     def head(q, k, v, g):
-        out, dq, dk, dv = _answer(q[None], k, v, g[None], bounds, ids, scale, narrow=jnp.float64, wide=jnp.float64)
+        given = q[None], k, v, g[None], bounds, ids, scale, acting
+        out, dq, dk, dv = _answer(*given, narrow=jnp.float64, wide=jnp.float64)
         return out[0], dq[0], dk, dv
 
     return jax.vmap(jax.vmap(head))(q, k, v, g)
 
 
 def exact_heads(case: Case, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """{"out", "dq", "dk", "dv"} of every head, on the device: float64 [b, heads, t, 256], zero in unused columns."""
+    """{"out", "dq", "dk", "dv"} of every head, on the device: float64 [b, heads, t, 256], zero in unused columns. Of
+    cases whose scores nothing acts on."""
+    if case.scored:
+        raise ValueError(f"{case}: exact_heads knows nothing of {case.scored}")
     with x64():
         wide = [jnp.swapaxes(x, 1, 2).astype(jnp.float64) for x in inputs.values()]
         wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, 256 - x.shape[-1])]) for x in wide]
         bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
-        exact = _exact_heads(*wide, bounds, _ids(case, case.sq, case.sk), jnp.asarray(case.d**-0.5))
+        acting = _acting(case, inputs, slice(0, 1), case.sq, case.sk)
+        exact = _exact_heads(*wide, bounds, _ids(case, case.sq, case.sk), jnp.asarray(case.d**-0.5), acting)
     return dict(zip(Answer._fields, exact, strict=True))
 
 
@@ -135,13 +171,16 @@ class Check:
         b, kv = int(rng.integers(case.b)), int(rng.integers(case.hk))
         self._at = {True: (b, slice(None), slice(kv * group, (kv + 1) * group)), False: (b, slice(None), kv)}
         arrays = []
-        for name, x in inputs.items():
-            x = self._head(np.asarray(x), name in ("query", "dout")).astype(np.float64)
+        for name in ("query", "key", "value", "dout"):
+            x = self._head(np.asarray(inputs[name]), name in ("query", "dout")).astype(np.float64)
             arrays.append(padded(x) if jax.default_backend() == "gpu" else x)
         with x64():
             bounds = tuple(jnp.asarray(x) for x in (*case.bounds, case.sq - 1, case.sk - 1))
             ids = _ids(case, arrays[0].shape[1], arrays[1].shape[0])
-            exact, excused = _exact_and_excused(*arrays, bounds, ids, jnp.asarray(case.d**-0.5), dtype=case.dtype)
+            acting = _acting(case, inputs, self._at[True][2], arrays[0].shape[1], arrays[1].shape[0])
+            exact, excused = _exact_and_excused(
+                *arrays, bounds, ids, jnp.asarray(case.d**-0.5), acting, dtype=case.dtype
+            )
             sizes = ((case.sq, case.dv), (case.sq, case.d), (case.sk, case.d), (case.sk, case.dv))
             self.exact = Answer(*(np.asarray(x)[..., :t, :d] for x, (t, d) in zip(exact, sizes, strict=True)))
             self.excused = np.asarray(excused)

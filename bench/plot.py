@@ -35,7 +35,7 @@ def _column(row: dict, sweep: bool) -> str:
         return length
     mask = f"w{row['window']}" if row["window"] is not None else "causal" if row["causal"] else "full"
     data = [row["data"]] if row.get("data", "normal") != "normal" else []
-    data += told_by(row.get("told", ""), tuple(row.get("parts", ()))).split()
+    data += told_by(row.get("told", ""), tuple(row.get("parts", ())), row.get("scored", "")).split()
     return "\n".join([length, mask, f"D{row['d']} H{row['h']}/{row['hk']} B{row['b']}", row["dtype"], *data])
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from bench.cases import Case, told_by
 
 OURS = "jax_flash2"
-KEYS = ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told")
-_PLAIN = {"data": "normal", "parts": (), "told": ""}  # of rows that were written before these fields were
+KEYS = ("mode", "d", "dv", "dtype", "causal", "window", "sq", "sk", "h", "hk", "b", "data", "parts", "told", "scored")
+_PLAIN = {"data": "normal", "parts": (), "told": "", "scored": ""}  # of rows that were written before these fields were
 LOW = 0.95  # a cell whose ratio to its best rival is below this is named
 
 
@@ -53,11 +53,11 @@ def _key(row: dict) -> tuple:
 
 
 def _where(key: tuple) -> str:
-    _, d, dv, dtype, causal, window, sq, sk, h, hk, b, data, parts, how = key
+    _, d, dv, dtype, causal, window, sq, sk, h, hk, b, data, parts, how, scored = key
     mask = ("causal" if causal else "full") + (f" w{window}" if window is not None else "")
     width, length = f"d{d}" + (f"/{dv}" if dv != d else ""), f"t{sq}" + (f"/{sk}" if sk != sq else "")
     data = "" if data == "normal" else f" {data}"
-    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}{data}{told_by(how, parts)}"
+    return f"{dtype} {width} {mask} {length} h{h}/{hk} b{b}{data}{told_by(how, parts, scored)}"
 
 
 def geometric_means(rows: list[dict]) -> list[dict]:
@@ -108,7 +108,7 @@ def best_rivals(rows: list[dict]) -> dict[tuple, tuple[str, float]]:
 def bars(rows: list[dict], meta: dict) -> str:
     """What is promised of the kernels, read off these rows: against the best rival of each cell, against the matrix
     product, at lengths that are no multiple of a tile, on inputs that are hard for a softmax, and of packed sequences,
-    documents and masks against the plain call that each is measured by."""
+    documents, masks and what acts on scores against the plain call that each is measured by."""
     lines, best = [], best_rivals(rows)
     for mode in dict.fromkeys(key[0] for key in best):
         ratios = {key: x for key, x in best.items() if key[0] == mode}
@@ -135,14 +135,14 @@ def bars(rows: list[dict], meta: dict) -> str:
         if plain:
             ratio = plain["us"] / row["us"]
             lines.append(f"data: {ratio:.3f} of the speed on normal inputs, {row['mode']} {_where(key)}")
-        if row.get("told"):
+        if row.get("told") or row.get("scored"):
             case = Case(**{x: value for x, value in zip(KEYS, key, strict=True) if x != "mode"})
             plain = ours.get(_key({"mode": row["mode"], **case.plain().row()}))
             if plain:
                 pairs = case.b * case.kept() / (case.plain().b * case.plain().kept())
                 lines.append(
-                    f"{case.told}: {row['us'] / plain['us']:.3f} of the time of {case.plain().label}, for {pairs:.3f} "
-                    f"of its pairs, {row['mode']} {_where(key)}"
+                    f"{case.told or case.scored}: {row['us'] / plain['us']:.3f} of the time of {case.plain().label}, "
+                    f"for {pairs:.3f} of its pairs, {row['mode']} {_where(key)}"
                 )
     return "\n".join(lines or ["no cell that a promise speaks of"])
 
@@ -175,7 +175,7 @@ def markdown(results: dict) -> str:
         mask = ("causal" if row["causal"] else "full") + (f", window {row['window']}" if row["window"] else "")
         length = f"{row['sq']}" if row["sq"] == row["sk"] else f"{row['sq']} / {row['sk']}"
         mask += "" if row.get("data", "normal") == "normal" else f", {row['data']}"
-        mask += told_by(row.get("told", ""), tuple(row.get("parts", ())))
+        mask += told_by(row.get("told", ""), tuple(row.get("parts", ())), row.get("scored", ""))
         width = row["d"] if row["d"] == row["dv"] else f"{row['d']} / {row['dv']}"
         key = (row["mode"], row["dtype"], width, mask, length, f"{row['h']} / {row['hk']}", row["b"])
         cell = cells.setdefault(key, {})

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cases import GROWTH, TOLD, Case
+from bench.cases import GROWTH, SCORED, SOFT_CAP, TOLD, Case
 from bench.timing import Timer
 
 Attention = Callable[..., jax.Array]  # of query, key, value and what else the case needs
-Inputs = dict[str, jax.Array]  # query, key, value, dout
+Inputs = dict[str, jax.Array]  # query, key, value, dout, and what array acts on scores, by its name in SCORED
 
 
 def on_gpu() -> bool:
@@ -46,7 +46,17 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.data in GROWTH:
         ends = (1.0, GROWTH[case.data]) if case.data.startswith("rising") else (GROWTH[case.data], 1.0)
         arrays["key"] *= jnp.linspace(*ends, case.sk, dtype=jnp.float32)[:, None, None]
-    return {name: x.astype(case.dtype) for name, x in arrays.items()}
+    if case.data == "wide":
+        arrays["query"] *= 4
+    inputs = {name: x.astype(case.dtype) for name, x in arrays.items()}
+    own = jax.random.fold_in(jax.random.key(seed), len(arrays))
+    if case.scored == "alibi":
+        inputs["alibi"] = jnp.asarray(case.slopes())
+    if case.scored == "sinks":
+        inputs["sinks"] = draw(own, case.h)
+    if case.scored == "bias":
+        inputs["bias"] = draw(own, 1, case.h, case.sq, case.sk).astype(jnp.bfloat16)
+    return inputs
 
 
 _normal_f32 = jax.jit(lambda key, count: jax.random.normal(key, (count,), jnp.float32), static_argnums=1)
@@ -133,7 +143,8 @@ class JaxImplementation(Implementation):
     gpu_only = True
     half_only = True
     bottom_right = False  # where a causal mask of unequal lengths is aligned
-    told = ("",)  # which of cases.TOLD it can be told
+    told = ("",)  # which of cases.TOLD it can be told,
+    scored = ("",)  # and which of cases.SCORED it lets act on scores
 
     def missing(self) -> str | None:
         if self.gpu_only and not on_gpu():
@@ -151,23 +162,25 @@ class JaxImplementation(Implementation):
             return "aligns a causal mask of unequal lengths top-left"
         if case.told not in self.told:
             return f"is not asked for {case.told}"
+        if case.scored not in self.scored:
+            return f"is not asked for {case.scored}"
         return None
 
     def attention(self, case: Case) -> Attention:
         raise NotImplementedError
 
-    def operands(self, case: Case) -> list[np.ndarray]:
+    def operands(self, case: Case, inputs: Inputs) -> list[np.ndarray | jax.Array]:
         """What `attention` takes behind query, key and value."""
-        return []
+        return [inputs[case.scored]] if case.scored in inputs else []
 
     def load(self, case: Case, inputs: Inputs) -> Loaded:
-        return JaxLoaded(self.attention(case), inputs, [jnp.asarray(x) for x in self.operands(case)])
+        return JaxLoaded(self.attention(case), inputs, [jnp.asarray(x) for x in self.operands(case, inputs)])
 
 
 class Ours(JaxImplementation):
     name, about = "jax_flash2", "this package"
     module, gpu_only, half_only, bottom_right = "jax_flash2", False, False, True
-    told = TOLD
+    told, scored = TOLD, SCORED
 
     def attention(self, case: Case) -> Attention:
         from jax_flash2 import attention
@@ -186,18 +199,25 @@ class Ours(JaxImplementation):
             return lambda q, k, v, starts: varlen_attention(
                 q[0], k[0], v[0], starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, **bounds
             )[None]
+        if case.scored == "softcap":
+            return lambda q, k, v: attention(q, k, v, logits_soft_cap=SOFT_CAP, **bounds)
+        if case.scored:
+            name = "alibi_slopes" if case.scored == "alibi" else case.scored
+            return lambda q, k, v, x: attention(q, k, v, **{name: x}, **bounds)
         return lambda q, k, v: attention(q, k, v, **bounds)
 
-    def operands(self, case: Case) -> list[np.ndarray]:
+    def operands(self, case: Case, inputs: Inputs) -> list[np.ndarray | jax.Array]:
+        if not case.told:
+            return super().operands(case, inputs)
         ids = np.broadcast_to(case.ids().astype(np.int32), (case.b, case.sq))
         given = {"ids": ids, "varlen": case.starts().astype(np.int32)}
-        return [case.mask()[None, None]] if case.told == "mask" else [given[case.told]] if case.told else []
+        return [case.mask()[None, None]] if case.told == "mask" else [given[case.told]]
 
 
 class JaxNN(JaxImplementation):
     """jax.nn.dot_product_attention; `xla` materialises the scores."""
 
-    told = TOLD
+    told, scored = TOLD, ("", "bias")
 
     def __init__(self, implementation: str):
         self._implementation = implementation
@@ -211,8 +231,8 @@ class JaxNN(JaxImplementation):
             return f"materialises its scores: {scores / 1e9:.0f} GB"
         return super().refuses(case)
 
-    def operands(self, case: Case) -> list[np.ndarray]:
-        return [case.mask()[None, None]] if case.told else []
+    def operands(self, case: Case, inputs: Inputs) -> list[np.ndarray | jax.Array]:
+        return [case.mask()[None, None]] if case.told else super().operands(case, inputs)
 
     def attention(self, case: Case) -> Attention:
         if case.told:  # all of it as one mask
@@ -220,8 +240,8 @@ class JaxNN(JaxImplementation):
                 q, k, v, mask=mask, implementation=self._implementation
             )
         window = None if case.window is None else (case.window, 0)
-        return lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, is_causal=case.causal, local_window_size=window, implementation=self._implementation
+        return lambda q, k, v, bias=None: jax.nn.dot_product_attention(
+            q, k, v, bias, is_causal=case.causal, local_window_size=window, implementation=self._implementation
         )
 
 

@@ -81,8 +81,8 @@ class Torch(Implementation):
     def refuses(self, case: Case) -> str | None:
         if case.window is not None:
             return "no sliding window without a T x S mask"
-        if case.told:
-            return f"is not asked for {case.told}"
+        if case.told or case.scored:
+            return f"is not asked for {case.told or case.scored}"
         if case.causal and case.sq != case.sk:
             return "aligns a causal mask of unequal lengths top-left"
         return None

@@ -61,6 +61,23 @@ def test_cases_of_features_have_something_to_be_measured_by():
         cases.Case(b=1, sq=9, h=1, d=8, causal=False, parts=(4, 4), told="ids")
 
 
+def test_cases_of_operands_have_something_to_be_measured_by():
+    listed = cases.operands()
+    assert len(set(listed)) == len({case.label for case in listed}) == len(listed)
+    for here in (listed, cases.small()):
+        assert {case.scored for case in here} == set(cases.SCORED)
+    for case in listed:
+        assert case.plain() in listed
+        assert case.scored or case == case.plain()
+        assert case.flops("step") == case.plain().flops("step")
+    with pytest.raises(ValueError, match="scored must be one of"):
+        cases.Case(b=1, sq=9, h=1, d=8, causal=False, scored="dropout")
+    with pytest.raises(ValueError, match="told its mask"):
+        cases.Case(b=1, sq=9, h=1, d=8, causal=True, told="mask", scored="bias")
+    with pytest.raises(ValueError, match="unequal lengths"):
+        cases.Case(b=1, sq=9, sk=5, h=1, d=8, causal=False, scored="alibi")
+
+
 def test_flops_of_the_paper():
     case = cases.Case(b=2, sq=64, h=3, d=16, causal=False)
     assert case.flops("fwd") == 4 * 2 * 3 * 64 * 64 * 16
@@ -76,12 +93,17 @@ def test_the_grid_holds_16k_tokens_of_2048_channels():
 class Broken(JaxImplementation):
     """jax.nn's attention with a fault."""
 
-    name, gpu_only, half_only, told = "broken", False, False, cases.TOLD
+    name, gpu_only, half_only, told, scored = "broken", False, False, cases.TOLD, cases.SCORED
 
     def __init__(self, fault):
         self.fault = fault
 
     def attention(self, case):
+        if self.fault == "operand":
+            return lambda q, k, v, *ignored: JaxNN("xla").attention(case.plain())(q, k, v)
+        if self.fault == "operand's sign":
+            ours = Ours().attention(case)
+            return lambda q, k, v, operand: ours(q, k, v, -operand)
         right = JaxNN("xla").attention(case)
         if self.fault == "scale":
             return lambda q, k, v: right(1.02 * q, k, v)
@@ -93,16 +115,49 @@ class Broken(JaxImplementation):
             return lambda q, k, v, mask: right(q, k, v, mask | (np.arange(case.sk) == 0))
         return right
 
-    def operands(self, case):
-        return JaxNN("xla").operands(case)
+    def operands(self, case, inputs):
+        return JaxNN("xla").operands(case, inputs)
 
 
 @pytest.mark.parametrize("case", [*SMALL, dataclasses.replace(SMALL[0], dtype="bfloat16")], ids=lambda c: c.label)
 def test_a_right_answer_passes(case):
     inputs = make_inputs(case, 1)
-    loaded = Broken(None).load(case, inputs)
+    loaded = (Ours() if case.scored else Broken(None)).load(case, inputs)
     for mode in cases.PASSES:
         assert Check(case, inputs, 3).fault(loaded.answer(mode)) is None
+
+
+SCORED = [x for x in SMALL if x.scored]
+
+
+@pytest.mark.parametrize("scored", cases.SCORED)
+@pytest.mark.parametrize("sq", [5, 9])
+def test_what_acts_on_scores_follows_the_alignment(sq, scored):
+    case = dataclasses.replace(UNEQUAL, sq=sq, sk=14 - sq, scored=scored)
+    inputs = make_inputs(case, 1)
+    loaded = Ours().load(case, inputs)
+    for mode in cases.PASSES:
+        assert Check(case, inputs, 3).fault(loaded.answer(mode)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SCORED, ids=lambda c: c.label)
+def test_a_call_that_ignores_what_acts_on_scores_is_not_timed(case, dtype):
+    case = dataclasses.replace(case, dtype=dtype)
+    modes = cases.PASSES if dtype == "float32" else ["bwd", "step"]  # 16 bits excuse more than so few keys change
+    bench = run.Run([Broken("operand"), JaxNN("xla"), Ours()], modes, QUICK, seed=0)
+    timers = bench.prepare(case)
+    right = ["jax_xla", "jax_flash2"] if case.scored == "bias" else ["jax_flash2"]
+    assert [list(x) for x in timers.values()] == [right] * len(modes)
+    reasons = {(x["impl"], x["reason"].split()[0]) for x in bench.left_out}
+    assert reasons == {("broken", "wrong")} | ({("jax_xla", "is")} if len(right) == 1 else set())
+
+
+@pytest.mark.parametrize("case", [x for x in SCORED if x.scored != "softcap"], ids=lambda c: c.label)
+def test_a_call_that_takes_an_operand_the_wrong_way_is_not_timed(case):
+    bench = run.Run([Broken("operand's sign")], cases.PASSES, QUICK, seed=0)
+    assert not any(bench.prepare(case).values())
+    assert {x["reason"].split()[0] for x in bench.left_out} == {"wrong"}
 
 
 @pytest.mark.parametrize("case", [x for x in SMALL if x.told], ids=lambda c: c.label)
@@ -176,16 +231,21 @@ def test_bars_of_features_are_read_off_the_rows():
     rows = []
     documents = cases.Case(b=1, sq=64, h=2, d=16, causal=False, dtype="float32", parts=(16,) * 4, told="ids")
     masked = cases.Case(b=1, sq=64, h=2, d=16, causal=True, dtype="float32", told="mask")
-    for case, us in ((documents, 3.0), (documents.plain(), 10.0), (masked, 6.6), (masked.plain(), 6.0)):
+    biased = cases.Case(b=1, sq=64, h=2, d=32, causal=True, dtype="float32", scored="bias")
+    times = ((documents, 3.0), (documents.plain(), 10.0), (masked, 6.6), (masked.plain(), 6.0))
+    for case, us in (*times, (biased, 9.0), (biased.plain(), 6.0)):
         row = {"impl": "jax_flash2", "mode": "fwd", **case.row(), "us": us, "tflops": 1.0, "of_matmul": 0.5}
         rows.append(json.loads(json.dumps(row)))
     said = report.bars(rows, {"matmul": {"tflops": 700.0}})
     assert f"ids: 0.300 of the time of {documents.plain().label}, for 0.250 of its pairs, fwd" in said
     assert f"mask: 1.100 of the time of {masked.plain().label}, for 1.000 of its pairs, fwd {masked.label}" in said
+    assert f"bias: 1.500 of the time of {biased.plain().label}, for 1.000 of its pairs, fwd {biased.label}" in said
     assert "4x16" in documents.label
-    assert "mask" in report.markdown(
+    printed = report.markdown(
         {"rows": rows, "meta": {"matmul": {"tflops": 1, "what": ""}, "command": "", "device": ""}}
     )
+    assert "causal mask" in printed
+    assert "causal bias" in printed
 
 
 @pytest.mark.parametrize("data", cases.DATA)
