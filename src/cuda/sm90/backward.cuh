@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
     if (warp == 0) {
       if (ptx::elect_sync()) feed_tiles<Config, kSpans>(p, tensors, schedule, shared);
     } else if (warp == 1) {
-      feed_statistics<Config, kSpans>(p, schedule, shared);
+      feed_statistics<Config, kBody>(p, schedule, shared);
     } else if (warp == 2) {
       drain_queries<Config, kSpans>(p, schedule, shared, 0, schedule.chores ? 2 : 1);
     } else if (!schedule.chores) {

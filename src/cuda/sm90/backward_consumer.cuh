@@ -43,7 +43,7 @@ struct Seen {
 };
 
 // What a lane has of a step's scores, transposed, of the keys and queries of a Seen. `statistics` is where the first
-// query's stand in shared memory: -lse in powers of two, and kToDelta further on delta.
+// query's stand in shared memory: -lse, see feed_statistics, and kToDelta further on delta.
 template <bool kPlain, bool kMasked, int kCols8, int kToDelta>
 struct Scores {
   const Score<float>& score;
@@ -93,7 +93,7 @@ struct Scores {
         };
         operands.differentiate(
             Pairs{query, key + 8 * h}, seen.bits[h], kept[h], queries, score,
-            [&](float y, int x) { return ptx::ex2(fmaf(y, kLog2e, statistic(x, 0))); },
+            [&](float y, int x) { return ptx::ex2((y + statistic(x, 0)) * kLog2e); },
             [&](int x) { return statistic(x, kToDelta); }, [&](int x) -> float& { return s[x / 2][2 * h + x % 2]; },
             [&](int x) -> float& { return dp[x / 2][2 * h + x % 2]; });
       }

@@ -109,10 +109,12 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
   plans.publish(at);
 }
 
-// One warp: of each query -lse in powers of two, and delta. P of a dead row is 0, whatever its lse holds. The values
-// are read before their buffer is free, so that nobody waits for memory.
-template <class Config, bool kSpans>
+// One warp: of each query -lse, in powers of two but for the general body, and delta. P of a dead row is 0, whatever its
+// lse holds. The values are read before their buffer is free, so that nobody waits for memory.
+template <class Config, Body kBody>
 __device__ __forceinline__ void feed_statistics(const Problem& p, const BackwardSchedule& schedule, uint32_t shared) {
+  constexpr bool kSpans = kBody != Body::kPlain;
+  constexpr float kUnit = kBody == Body::kGeneral ? 1.0f : kLog2e;
   using Shared = BackwardShared<Config>;
   constexpr int kQueries = Config::kTile.queries, kPasses = kQueries / 32;
   const int lane = threadIdx.x % 32;
@@ -140,7 +142,7 @@ __device__ __forceinline__ void feed_statistics(const Problem& p, const Backward
 #pragma unroll
         for (int pass = 0; pass < kPasses; pass++) {
           const float x = lse[pass];
-          ptx::st_shared_f32(to + pass * 128, x == -INFINITY ? x : -x * kLog2e);
+          ptx::st_shared_f32(to + pass * 128, x == -INFINITY ? x : -x * kUnit);
           ptx::st_shared_f32(to + kQueries * 4 + pass * 128, delta[pass]);
         }
         __syncwarp();

@@ -40,7 +40,7 @@ struct BackwardShared {
   using DvTile = tile::SharedTile<64, kTile.value_cols(), kValuePanel>;
   static constexpr int kRoundCols = kTile.dq_cols(0) / kTile.dq_rounds;  // of dQ
   static constexpr int kDqBytes = kTile.queries * kTile.head_dim * 4 / kTile.dq_rounds;
-  static constexpr int kStatisticsBytes = 2 * kTile.queries * 4;  // of each query -lse in powers of two, and delta
+  static constexpr int kStatisticsBytes = 2 * kTile.queries * 4;  // of each query -lse and delta
   static constexpr int kK = 0;
   static constexpr int kV = kK + KTile::kBytes;
   static constexpr int kQ = kV + VTile::kBytes;

@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
 
   float out[kOut8][4] = {}, s[kCols8][4];
   uint32_t powers[kCols8 / 2][4];  // of the tile before, as fragments of A
-  RowSoftmax softmax;
+  RowSoftmax<!kPlain> softmax;
 
 #pragma unroll 1
   for (;;) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const auto keys_of = [&](int h) { return kSpans ? spans[h] : mask.keys(query(h)); };
     const auto head = [&] { return int(ptx::ld_shared_b32(work + offsetof(Work, q_head))); };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
-    const auto finish = [&](RowSoftmax::Row(&ends)[2]) {
+    const auto finish = [&](RowEnd(&ends)[2]) {
       if (p.extras.sinks.present()) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     if (tiles.begin >= tiles.end) {
       const Tiles all = read_tiles(work + offsetof(Work, tiles));
       skip(all.end - all.begin, all.end - all.begin - 1);
-      RowSoftmax::Row ends[2] = {{0, -INFINITY}, {0, -INFINITY}};
+      RowEnd ends[2] = {{0, -INFINITY}, {0, -INFINITY}};
       finish(ends);
       continue;
     }
@@ -298,7 +298,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     ptx::pin(out), ptx::pin(powers);
     ptx::wgmma_fence();
     issue_output();
-    RowSoftmax::Row ends[2];
+    RowEnd ends[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) ends[h] = softmax.finish(h, is_live(h));
     ptx::wgmma_wait_group<0>();

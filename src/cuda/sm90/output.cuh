@@ -12,7 +12,7 @@ namespace jax_flash2::cuda::sm90 {
 // Rows `row` and `row` + 8 of this lane's quad, see Work for packed heads and for the offsets.
 template <class Element, int kOut8>
 __device__ __forceinline__ void write_rows(const Problem& p, int64_t out_offset, int64_t lse_offset, int pack_log2,
-                                           int row, const float (&out)[kOut8][4], const RowSoftmax::Row (&ends)[2]) {
+                                           int row, const float (&out)[kOut8][4], const RowEnd (&ends)[2]) {
   static_assert(kOut8 % 2 == 0);
   const int lane = threadIdx.x % 4, odd = lane % 2, first_column = odd * 8 + lane / 2 * 4;
 #pragma unroll

@@ -16,19 +16,28 @@
 
 namespace jax_flash2::cuda::sm90 {
 
+// A row's end.
+struct RowEnd {
+  float inverse;  // what the unscaled output is multiplied by
+  float lse;      // natural log
+};
+
+// kNatural: shifts are scores, and not powers of two, so that those near the lowest number stay numbers. For bodies whose
+// operands may bring such; the others save an instruction a score.
+template <bool kNatural>
 struct RowSoftmax {
   static constexpr float kSlack_log2 = 7.0f;
   // Past this a fused product rounded once and the product that `shift` is, rounded too, differ by what matters.
   static constexpr float kFar_log2 = 1024.0f;
   static constexpr float kUnseen = -INFINITY, kDead = FLT_MAX;  // shifts of rows without a key yet, and for good
 
-  float unit_log2;
-  float shift_log2[2];
-  float sum[2];  // this lane's share
+  float unit_log2;  // turns scores into powers of two
+  float shift[2];   // in powers of two, or natural
+  float sum[2];     // this lane's share
 
   __device__ __forceinline__ void start(float unit, bool dead0, bool dead1) {
     unit_log2 = unit;
-    shift_log2[0] = dead0 ? kDead : kUnseen, shift_log2[1] = dead1 ? kDead : kUnseen;
+    shift[0] = dead0 ? kDead : kUnseen, shift[1] = dead1 ? kDead : kUnseen;
     sum[0] = sum[1] = 0;
   }
 
@@ -48,22 +57,22 @@ struct RowSoftmax {
         const float pair = fmaxf(s[j][2 * h], s[j][2 * h + 1]);
         part[j % kChains] = j < kChains ? pair : fmaxf(part[j % kChains], pair);
       }
-      top[h] = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])) * unit_log2;
-      renew |= top[h] > shift_log2[h] + kSlack_log2;
+      top[h] = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])) * (kNatural ? 1.0f : unit_log2);
+      renew |= top[h] > shift[h] + (kNatural ? kSlack_log2 * kLn2 : kSlack_log2);
     }
     if (__any_sync(~0u, renew)) {
       float factor[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float now = fmaxf(shift_log2[h], quad_max(top[h]));
-        factor[h] = now == shift_log2[h] ? 1.0f : ptx::ex2(shift_log2[h] - now);
-        shift_log2[h] = now, sum[h] *= factor[h];
+        const float now = fmaxf(shift[h], quad_max(top[h]));
+        factor[h] = now == shift[h] ? 1.0f : ptx::ex2((shift[h] - now) * (kNatural ? unit_log2 : 1.0f));
+        shift[h] = now, sum[h] *= factor[h];
       }
       if constexpr (!kFirst) rescale(factor);
     }
 #pragma unroll
-    for (int x = 0; x < kCols8 * 4; x++) s[x / 4][x % 4] = fmaf(s[x / 4][x % 4], unit_log2, -base(x / 2 % 2));
-    on_grid(s);
+    for (int x = 0; x < kCols8 * 4; x++) s[x / 4][x % 4] = shifted(s[x / 4][x % 4], base(x / 2 % 2));
+    if constexpr (!kNatural) on_grid(s);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -85,7 +94,7 @@ struct RowSoftmax {
 #pragma unroll
       for (int x = 0; x < kCols8 * 2; x++) {
         float& y = s[x / 2][2 * h + x % 2];
-        y = ptx::ex2(fmaf(y, unit_log2, -shift_log2[h]));
+        y = ptx::ex2(shifted(y, shift[h]));
         part[x % 2] += y;
       }
       now[h] = part[0] + part[1];
@@ -99,7 +108,7 @@ struct RowSoftmax {
         const float up = top < kBig || hopeless ? 0.0f : floorf(ptx::lg2(top));
         factor[h] = ptx::ex2(-up);
         if (hopeless) now[h] = INFINITY;
-        shift_log2[h] += up, sum[h] *= factor[h], now[h] *= factor[h];
+        shift[h] += kNatural ? up * kLn2 : up, sum[h] *= factor[h], now[h] *= factor[h];
 #pragma unroll
         for (int x = 0; x < kCols8 * 2; x++) s[x / 2][2 * h + x % 2] *= factor[h];
       }
@@ -113,14 +122,11 @@ struct RowSoftmax {
     return (live0 && bad(0)) || (live1 && bad(1));
   }
 
-  struct Row {
-    float inverse;  // what the unscaled output is multiplied by
-    float lse;      // natural log
-  };
-  __device__ __forceinline__ Row finish(int h, bool live) const {
+  __device__ __forceinline__ RowEnd finish(int h, bool live) const {
     const float total = quad_sum(sum[h]);
     if (!live || total == 0) return {0, -INFINITY};  // not `> 0`: a NaN goes on
-    return {1.0f / total, (shift_log2[h] + ptx::lg2(total)) * kLn2};
+    if constexpr (kNatural) return {1.0f / total, shift[h] + ptx::lg2(total) * kLn2};
+    return {1.0f / total, (shift[h] + ptx::lg2(total)) * kLn2};
   }
 
  private:
@@ -128,9 +134,12 @@ struct RowSoftmax {
   static constexpr float kBig = 32768.0f;       // float16 holds what adds up to less
   static constexpr float kHopeless = 0x1p100f;  // the inverse of what is less is a normal number
 
-  __device__ __forceinline__ float base(int h) const { return shift_log2[h] == kUnseen ? 0.0f : shift_log2[h]; }
+  __device__ __forceinline__ float shifted(float score, float by) const {
+    return kNatural ? (score - by) * unit_log2 : fmaf(score, unit_log2, -by);
+  }
+  __device__ __forceinline__ float base(int h) const { return shift[h] == kUnseen ? 0.0f : shift[h]; }
 
-  __device__ __forceinline__ bool far(int h) const { return fabsf(base(h)) > kFar_log2 && shift_log2[h] != kDead; }
+  __device__ __forceinline__ bool far(int h) const { return fabsf(base(h)) > kFar_log2 && shift[h] != kDead; }
 
   // y as the difference of two products, each rounded: equal scores then differ by exactly 0.
   template <int kCols8>
