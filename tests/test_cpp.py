@@ -1,4 +1,5 @@
-"""The laws of src/core, proved in C++ by each compiler that builds them; and which CUDA kernels a device gets."""
+"""The laws of src/core, proved in C++ by each compiler that builds them; what CUDA bodies make of operands, and which
+kernels a device gets, as far as a host can tell."""
 
 import os
 import pathlib
@@ -30,20 +31,28 @@ def test_laws(compiler: str, tmp_path: pathlib.Path) -> None:
     assert ran.stdout.endswith(", 0 failed\n")
 
 
-def test_which_kernels_a_device_gets(tmp_path: pathlib.Path) -> None:
-    """By compute capability: none is refused that could run, none falls back in silence."""
-    command = COMPILERS["nvcc"][0]
+def _passes_on_the_host(tmp_path: pathlib.Path, sources: list[str]) -> None:
+    """Built by nvcc, which knows where CUDA's headers are, as plain C++."""
+    command, program = COMPILERS["nvcc"][0], tmp_path / "program"
     if shutil.which(command) is None:
         pytest.skip(f"no {command} on this machine")
-    rows = [("sm90", dtype) for dtype in ("f16", "bf16")] + [("sm80", dtype) for dtype in ("f16", "bf16")]
-    rows = [f"JAX_FLASH2_INSTANCE({arch}, forward, {dtype}, 64, 64)" for arch, dtype in [*rows, ("fma", "f32")]]
-    (tmp_path / "instances.inc").write_text("\n".join(rows) + "\n")
-    program, sources = tmp_path / "dispatch_test", [ROOT / "tests/cpp/dispatch_test.cc", ROOT / "src/cuda/dispatch.cc"]
     built = subprocess.run(
-        [command, *STRICT, f"-I{tmp_path}", "--cudart=none", *map(str, sources), "-o", str(program)],
+        [command, *STRICT, f"-I{tmp_path}", "--cudart=none", *(str(ROOT / x) for x in sources), "-o", str(program)],
         capture_output=True, text=True,
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stdout
     assert ran.stdout.endswith(", 0 failed\n")
+
+
+def test_operands_line_by_line(tmp_path: pathlib.Path) -> None:
+    _passes_on_the_host(tmp_path, ["tests/cpp/operands_test.cc"])
+
+
+def test_which_kernels_a_device_gets(tmp_path: pathlib.Path) -> None:
+    """By compute capability: none is refused that could run, none falls back in silence."""
+    rows = [("sm90", dtype) for dtype in ("f16", "bf16")] + [("sm80", dtype) for dtype in ("f16", "bf16")]
+    rows = [f"JAX_FLASH2_INSTANCE({arch}, forward, {dtype}, 64, 64)" for arch, dtype in [*rows, ("fma", "f32")]]
+    (tmp_path / "instances.inc").write_text("\n".join(rows) + "\n")
+    _passes_on_the_host(tmp_path, ["tests/cpp/dispatch_test.cc", "src/cuda/dispatch.cc"])

@@ -19,16 +19,27 @@ struct Line {
 
   __device__ __forceinline__ int query(int x) const { return kAlongKeys ? i : i + tile::column_step(x); }
   __device__ __forceinline__ int key(int x) const { return kAlongKeys ? j + tile::column_step(x) : j; }
-  // Calls body(x, place) of the pairs that `pairs` names, `place` being that in an array of these strides.
-  template <class Body>
-  __device__ __forceinline__ void each(uint32_t pairs, int64_t row, int64_t col, const Body& body) const {
-    const int64_t first = i * row + j * col, step = kAlongKeys ? col : row;
-#pragma unroll
-    for (int x = 0; x < kPairs; x++) {
-      if (pairs >> x & 1) body(x, first + tile::column_step(x) * step);
-    }
+  // Where pair x lies in an array of these strides.
+  __device__ __forceinline__ int64_t place(int x, int64_t row, int64_t col) const {
+    return i * row + j * col + tile::column_step(x) * (kAlongKeys ? col : row);
   }
 };
+
+// How far the queries of a line's pairs stand from their keys, of those that `pairs` names: of others any number.
+template <bool kAlongKeys, int kPairs>
+__device__ __forceinline__ void find_distances(const Addend<float>& addend, const Line<kAlongKeys, kPairs>& line,
+                                               uint32_t pairs, float (&to)[kPairs]) {
+  if (!kAlongKeys && addend.positions) {
+#pragma unroll
+    for (int x = 0; x < kPairs; x++) to[x] = pairs >> x & 1 ? addend.distance(line.query(x), line.key(x)) : 0.0f;
+    return;
+  }
+  const int at = (!addend.positions ? line.i + addend.off : pairs ? addend.positions[line.i] : 0) - line.j;
+#pragma unroll
+  for (int x = 0; x < kPairs; x++) {
+    to[x] = fabsf(static_cast<float>(at + (kAlongKeys ? -tile::column_step(x) : tile::column_step(x))));
+  }
+}
 
 struct Operands {
   Mask mask;
@@ -40,8 +51,8 @@ struct Operands {
     addend = p.addend<float>(b, n, mask), dropout = p.dropout<float>(b, n), adds = p.has_addend(mask);
   }
 
-  // Adds to score(x) what operands do, of the pairs that `pairs` names, and returns those that they leave. One operand
-  // after the other, so that each is asked for once, and its elements together.
+  // Adds to score(x) what operands do, of the pairs that `pairs` names, and returns those that they leave: the scores of
+  // others are any number. One operand after the other, so that each is asked for once, and its elements together.
   template <bool kAlongKeys, int kPairs, class Score>
   __device__ __forceinline__ uint32_t add(const Line<kAlongKeys, kPairs>& line, uint32_t pairs,
                                           const Score& score) const {
@@ -51,19 +62,22 @@ struct Operands {
       });
     }
     if (addend.bias) {
+      float added[kPairs];
       addend.with_bias_dtype([&]<DType kDType>() {
-        line.each(pairs, addend.bias_row, addend.bias_col, [&](int x, int64_t at) {
-          const float added = addend.template bias_at<kDType>(at);
-          score(x) += added;
-          if (added == -INFINITY) pairs &= ~(1u << x);
-        });
+#pragma unroll
+        for (int x = 0; x < kPairs; x++) {
+          const int64_t at = line.place(x, addend.bias_row, addend.bias_col);
+          added[x] = pairs >> x & 1 ? addend.template bias_at<kDType>(at) : 0.0f;
+        }
       });
+#pragma unroll
+      for (int x = 0; x < kPairs; x++) score(x) += added[x], pairs &= ~(uint32_t(added[x] == -INFINITY) << x);
     }
     if (addend.sloped) {
+      float distance[kPairs];
+      find_distances(addend, line, pairs, distance);
 #pragma unroll
-      for (int x = 0; x < kPairs; x++) {
-        if (pairs >> x & 1) score(x) -= addend.slope * addend.distance(line.query(x), line.key(x));
-      }
+      for (int x = 0; x < kPairs; x++) score(x) -= addend.slope * distance[x];
     }
     return pairs;
   }

@@ -39,15 +39,20 @@ struct ScoreGradients {
   template <int kPairs>
   __device__ __noinline__ void add(Line<false, kPairs> line, uint32_t pairs, const float* ds,
                                    const Addend<float>& addend, int queries) const {
-    if (bias_g && bias_shared) {
-      line.each(pairs, bias_row, bias_col, [&](int x, int64_t at) { atomicAdd(bias_g + at, ds[x]); });
-    } else if (bias_g) {
-      line.each(pairs, bias_row, bias_col, [&](int x, int64_t at) { bias_g[at] = ds[x]; });  // each pair's own
+    if (bias_g) {
+#pragma unroll
+      for (int x = 0; x < kPairs; x++) {
+        float* const to = bias_g + line.place(x, bias_row, bias_col);
+        if (pairs >> x & 1 && bias_shared) atomicAdd(to, ds[x]);
+        if (pairs >> x & 1 && !bias_shared) *to = ds[x];  // this pair's own
+      }
     }
     if (!slopes_g) return;
+    float distance[kPairs];
+    find_distances(addend, line, pairs, distance);
 #pragma unroll
     for (int x = 0; x < kPairs; x++) {
-      float share = pairs >> x & 1 ? -ds[x] * addend.distance(line.query(x), line.key(x)) : 0.0f;
+      float share = -ds[x] * distance[x];
       share += __shfl_xor_sync(~0u, share, 4);
       share += __shfl_xor_sync(~0u, share, 8);
       share += __shfl_xor_sync(~0u, share, 16);
