@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   const auto block_row = [&](int i) { return (i * kWarps + warp) * 16; };
   Element* const out_g = p.out.at<Element>(b, n);
   float* const lse_g = p.lse.at<float>(b, n);
-  const auto sink = [&](int row) { return row < bounds.q_len ? p.sink<float>(b, n) : -INFINITY; };
+  const float head_sink = p.sink<float>(b, n);
+  const auto sink = [&](int row) { return row < bounds.q_len ? head_sink : -INFINITY; };
 
   if (tiles.begin >= tiles.end) {
     constexpr int kChunks = kHeadDim / 8;
