@@ -62,8 +62,8 @@ def attention(
     that no query may read, and queries that read no key, may hold NaN. Only a true -inf in `bias` removes a key.
 
     Kernels serve every keyword; on CUDA not deterministic=True with the gradient of a bias that is shared along an axis
-    or, in 16 bits, of alibi_slopes. There float32 is multiplied in float32, never TF32, and takes many times as long as
-    16 bits.
+    or, in 16 bits, of alibi_slopes. What is not differentiated in costs no gradient. On CUDA float32 is multiplied in
+    float32, never TF32, and takes many times as long as 16 bits.
 
     Args:
       query: [*B, T, N, D]; bfloat16, float16, float32 or float64, the last on CPU only. 1 <= D, Dv <= 256.

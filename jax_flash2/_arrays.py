@@ -60,9 +60,10 @@ RESULTS = {
 }
 
 
-def results_of(primitive: Any, operands: Sequence[str]) -> tuple[str, ...]:
-    """What a primitive returns: the handler's results but for workspaces and the slots of what has no gradient."""
-    absent = {f"d{name}" for name in Extras._fields if name not in operands}
+def results_of(primitive: Any, operands: Sequence[str], fixed: Sequence[str]) -> tuple[str, ...]:
+    """What a primitive returns: the handler's results but for workspaces and the slots of what has no gradient, or is
+    `fixed`: nobody wants its gradient."""
+    absent = {f"d{name}" for name in Extras._fields if name not in operands or name in fixed}
     return tuple(x for x in RESULTS[primitive.name] if x in ARRAYS and x not in WORKSPACES and x not in absent)
 
 

@@ -1,6 +1,7 @@
 """The two primitives, flash_forward and flash_backward, and how to call them. Knows no keyword and no gradient rule.
 
-Both have the same parameters: the names of the operands that are present, the spec, and the implementation insisted on.
+Both have the same parameters: the names of the operands that are present, of those among them whose gradient nobody
+wants, the spec, and the implementation insisted on.
 Their vmap rule is in _vmap, their tangents in _jvp, their code in _lowering.
 """
 
@@ -23,7 +24,7 @@ def forward(
     q: Any, k: Any, v: Any, extras: Extras, spec: AttentionSpec, implementation: str | None
 ) -> tuple[Array, Array]:
     """out [*B, T, N, Dv] and lse [*B, N, T]."""
-    results = _bind(flash_forward_p, dict(q=q, k=k, v=v, **extras._asdict()), spec, implementation)
+    results = _bind(flash_forward_p, dict(q=q, k=k, v=v, **extras._asdict()), (), spec, implementation)
     return results["out"], results["lse"]
 
 
@@ -36,12 +37,14 @@ def backward(
     dout: Any,
     dlse: Any,  # None where lse was not returned
     extras: Extras,
+    fixed: tuple[str, ...],
     spec: AttentionSpec,
     implementation: str | None,
 ) -> tuple[Array, Array, Array, Extras]:
-    """dq, dk, dv, with every batch axis full, and the slots of the extras that are present and have a gradient."""
+    """dq, dk, dv, with every batch axis full, and the slots of the extras that are present, not `fixed`, and have a
+    gradient."""
     arrays = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, **extras._asdict())
-    results = _bind(flash_backward_p, arrays, spec, implementation)
+    results = _bind(flash_backward_p, arrays, fixed, spec, implementation)
     return results["dq"], results["dk"], results["dv"], Extras(*(results.get(name) for name in SLOTS))
 
 
@@ -50,14 +53,16 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     return [export.DisabledSafetyCheck.custom_call(name) for name in _lowering.TARGETS.values()]
 
 
-def _bind(primitive: Any, arrays: dict[str, Any], spec: AttentionSpec, implementation: str | None) -> dict[str, Any]:
+def _bind(
+    primitive: Any, arrays: dict[str, Any], fixed: tuple[str, ...], spec: AttentionSpec, implementation: str | None
+) -> dict[str, Any]:
     operands = tuple(name for name, x in arrays.items() if x is not None)
     xs = _vmap.limit_batch_groups(operands, _compat.match_varying([arrays[name] for name in operands]))
-    results = primitive.bind(*xs, operands=operands, spec=spec, implementation=implementation)
-    return dict(zip(results_of(primitive, operands), results, strict=True))
+    results = primitive.bind(*xs, operands=operands, fixed=fixed, spec=spec, implementation=implementation)
+    return dict(zip(results_of(primitive, operands, fixed), results, strict=True))
 
 
-def _abstract(primitive: Any, *avals: Any, operands: tuple[str, ...], **_: Any) -> list[Any]:
+def _abstract(primitive: Any, *avals: Any, operands: tuple[str, ...], fixed: tuple[str, ...], **_: Any) -> list[Any]:
     for name, aval in zip(operands, avals, strict=True):
         letters = ARRAYS[name].axes
         for letter, split in zip(letters, _compat.sharding_spec(aval)[aval.ndim - len(letters) :], strict=True):
@@ -68,7 +73,7 @@ def _abstract(primitive: Any, *avals: Any, operands: tuple[str, ...], **_: Any) 
                     "(ring_attention, for sequences that are split over devices, is not in this version.)"
                 )
     dims = Dims(operands, avals)
-    return [dims.aval(name) for name in results_of(primitive, operands)]
+    return [dims.aval(name) for name in results_of(primitive, operands, fixed)]
 
 
 for _primitive in (flash_forward_p, flash_backward_p):

@@ -47,7 +47,7 @@ def jvp(primitive: Any, primals: Any, tangents: Any, *, operands: tuple[str, ...
     if primitive.name == "flash_forward":
         total = moved["total"]  # of exp(s - lse), which is 1 however its inputs move: lse moves by what it would
         moved = {"out": moved["sum"] - out.astype(total.dtype) * jnp.swapaxes(total, -1, -2)[..., None], "lse": total}
-    names = results_of(primitive, operands)
+    names = results_of(primitive, operands, params["fixed"])
     return results, [
         jnp.broadcast_to(moved[name], x.shape).astype(x.dtype) for name, x in zip(names, results, strict=True)
     ]

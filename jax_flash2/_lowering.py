@@ -32,6 +32,7 @@ def lower(
     primitive: Any,
     platform: str,
     operands: tuple[str, ...],
+    fixed: tuple[str, ...],
     spec: AttentionSpec,
     implementation: str | None,
     prepared: bool = False,
@@ -44,19 +45,19 @@ def lower(
         )
     dims = Dims(operands, ctx.avals_in)
     if platform == "cuda":
-        _check_cuda(primitive, dims, operands, spec)
+        _check_cuda(primitive, dims, operands, fixed, spec)
         if any(_padding(dims, axis) for axis in "DV"):
             padded = functools.partial(_padded, primitive, operands)
-            return mlir.lower_fun(padded)(ctx, *values, spec=spec, implementation=implementation)
+            return mlir.lower_fun(padded)(ctx, *values, fixed=fixed, spec=spec, implementation=implementation)
     devices = _compat.automatic_devices(ctx)
     if devices > 1 and not _compat.is_export(ctx):
         call = _sharding.partitioned(
-            primitive, operands, ctx.avals_in, devices, spec=spec, implementation=implementation
+            primitive, operands, ctx.avals_in, devices, fixed=fixed, spec=spec, implementation=implementation
         )
         return _compat.lower_partitioned(call, ctx, *values)
     if platform == "cuda" and not prepared and any(name in operands for name in ("mask", "query_ids", "bias")):
         prepare = functools.partial(_prepared, primitive, operands)
-        return mlir.lower_fun(prepare)(ctx, *values, spec=spec, implementation=implementation)
+        return mlir.lower_fun(prepare)(ctx, *values, fixed=fixed, spec=spec, implementation=implementation)
     given = dict(zip(operands, values, strict=True))
     if "query_ids" in given and "key_ids" not in given:
         given["key_ids"], dims.avals["key_ids"] = given["query_ids"], dims.avals["query_ids"]
@@ -66,7 +67,7 @@ def lower(
         given[name] if name in given else mlir.ir_constant(np.zeros(aval.shape, aval.dtype))
         for name, aval in zip(taken, avals_in, strict=True)
     ]
-    returned = results_of(primitive, operands)
+    returned = results_of(primitive, operands, fixed)
     written = {*returned, *(_workspaces(dims) if platform == "cuda" else ())}
     results = _up_to_last(RESULTS[primitive.name], written)
     avals_out = [dims.aval(x) if x in written else dims.absent(x) for x in results]
@@ -94,17 +95,17 @@ def _padding(dims: Dims, axis: str) -> int:
     return -dims.sizes[axis] % (16 // np.dtype(dims.avals["q"].dtype).itemsize)  # type: ignore[no-any-return]
 
 
-def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
+def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, fixed: tuple[str, ...], **params: Any) -> list[Any]:
     """Zeros up to widths that the CUDA kernels take. Costs a copy of each such array, and of each such result."""
     dims = Dims(operands, xs)
     wide = [
         jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padding(dims, ARRAYS[name].axes[-1]))]) if _is_wide(name) else x
         for name, x in zip(operands, xs, strict=True)
     ]
-    outs = primitive.bind(*wide, operands=operands, **params)
+    outs = primitive.bind(*wide, operands=operands, fixed=fixed, **params)
     return [
         x[..., : dims.sizes[ARRAYS[name].axes[-1]]] if _is_wide(name) else x
-        for name, x in zip(results_of(primitive, operands), outs, strict=True)
+        for name, x in zip(results_of(primitive, operands, fixed), outs, strict=True)
     ]
 
 
@@ -123,15 +124,17 @@ def _is_wide(name: str) -> bool:
     return ARRAYS[name].axes[-1:] in ("D", "V")
 
 
-def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], spec: AttentionSpec) -> None:
+def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], fixed: Sequence[str], spec: AttentionSpec) -> None:
     dtype = str(dims.avals["q"].dtype)
-    shared_sums = ["alibi_slopes"] if "alibi_slopes" in operands and dtype != "float32" else []
-    if "bias" in operands and any(not full for _, full in dims.axes("bias", dims.avals["bias"].shape)):
+    moving = {*operands} - {*fixed}
+    shared_sums = ["alibi_slopes"] if "alibi_slopes" in moving and dtype != "float32" else []
+    if "bias" in moving and any(not full for _, full in dims.axes("bias", dims.avals["bias"].shape)):
         shared_sums.append("a shared bias")
     if shared_sums and spec.deterministic and primitive.name == "flash_backward":
         raise NotImplementedError(
             f"deterministic=True on CUDA does not serve the gradient of {' and '.join(shared_sums)}: the kernels sum "
-            "it in any order. Leave deterministic=False, broadcast the bias to [*B, N, T, S], or run it on CPU"
+            "it in any order. Leave deterministic=False, broadcast the bias to [*B, N, T, S], differentiate in the "
+            "others alone, or run it on CPU"
         )
     if dtype not in _native.CUDA_DTYPES:
         raise NotImplementedError(

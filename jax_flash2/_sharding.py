@@ -31,7 +31,7 @@ _VERSION = version("jax_flash2")
 def partitioned(primitive: Any, operands: tuple[str, ...], avals: Sequence[Any], devices: int, **params: Any) -> Any:
     """`primitive.bind` as a function of its operands, to be lowered where `devices` devices share the work."""
     dims = Dims(operands, avals)
-    results = results_of(primitive, operands)
+    results = results_of(primitive, operands, params["fixed"])
     # The compiled program depends on what `partition` closes over, which the module must show: a persistent compilation
     # cache that has been told to overlook the address of `partition` has nothing else to tell two windows apart.
     label = np.frombuffer(repr((_VERSION, primitive.name, operands, sorted(params.items()))).encode(), np.uint8)

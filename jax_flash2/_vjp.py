@@ -4,6 +4,7 @@ The forward rule binds the primitive itself, never the decorated function, so th
 forward and one backward primitive, and the rules of those two serve higher derivatives.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jax_flash2 import _compat, _ffi
 from jax_flash2._checkpoint import CHECKPOINT_NAME
@@ -48,23 +50,35 @@ def flash_attention(
 def _attention(
     spec: AttentionSpec, return_residual: bool, implementation: str | None, q: Any, k: Any, v: Any, extras: Extras
 ) -> Any:
-    return _forward(spec, return_residual, implementation, q, k, v, extras)[0]
+    out, lse = _ffi.forward(q, k, v, extras, spec, implementation)
+    return (out, lse) if return_residual else out
 
 
-def _forward(
-    spec: AttentionSpec, return_residual: bool, implementation: str | None, q: Any, k: Any, v: Any, extras: Extras
-) -> tuple[Any, Any]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+    """Extras that are not differentiated in, so that nothing is computed for them. Of a bias that is T x S numbers."""
+
+    names: tuple[str, ...]
+
+
+def _forward(spec: AttentionSpec, return_residual: bool, implementation: str | None, *primals: Any) -> tuple[Any, Any]:
+    q, k, v, extras = custom_vjp_primal_tree_values(primals)  # type: ignore[no-untyped-call]
+    slots = zip(Extras._fields, EXTRAS, primals[-1], strict=True)
+    fixed = _Fixed(tuple(name for name, kind, x in slots if kind.slot != "-" and x is not None and not x.perturbed))
     out, lse = _ffi.forward(q, k, v, extras, spec, implementation)
     out, lse = (checkpoint_name(x, CHECKPOINT_NAME) for x in (out, lse))  # type: ignore[no-untyped-call]
-    return (out, lse) if return_residual else out, (q, k, v, out, lse, extras)
+    return (out, lse) if return_residual else out, (q, k, v, out, lse, extras, fixed)
 
 
 def _backward(
     spec: AttentionSpec, return_residual: bool, implementation: str | None, residuals: Any, cotangent: Any
 ) -> tuple[Any, Any, Any, Extras]:
-    q, k, v, out, lse, extras = residuals
+    q, k, v, out, lse, extras, fixed = residuals
     dout, dlse = cotangent if return_residual else (cotangent, None)
-    dq, dk, dv, slots = _ffi.backward(q, k, v, out, lse, dout, dlse, extras, spec, implementation)
+    dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    dq, dk, dv, slots = _ffi.backward(q, k, v, out, lse, dout, dlse, extras, fixed.names, spec, implementation)
     dextras = (
         None if slot is None else _sum_to(slot if kind.slot == "=" else _drop_axes(slot, kind.slot, kind.axes), x)
         for slot, kind, x in zip(slots, EXTRAS, extras, strict=True)
@@ -88,4 +102,4 @@ def _sum_to(gradient: Any, operand: Any) -> Any:
     return _compat.split_as(operand, gradient.astype(operand.dtype))
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)

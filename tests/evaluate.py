@@ -105,13 +105,18 @@ def _run(
         return jax.tree.map(np.asarray, result)
 
 
-def check(got: Result, case: cases.Case, dtype: str, *keys: str) -> None:
-    """Raises unless these arrays are within the bound of jax_flash2.testing."""
+def check(got: Result, case: cases.Case, dtype: str, *keys: str, slack: float = 1) -> None:
+    """Raises unless these arrays are within the bound of jax_flash2.testing, or `slack` times that."""
     for name in keys:
         own = got[name].dtype  # an lse is float32 or better whatever the inputs are, and the gradient of scale float32
         if name != "lse":
             own = max(own, jnp.dtype(dtype), key=lambda x: float(jnp.finfo(x).eps))
-        assert_accurate(got[name], plain(case, dtype)[name], exact(case, dtype)[name], own, name)
+        want, rough = exact(case, dtype)[name], plain(case, dtype)[name]
+        both = np.isfinite(want) & np.isfinite(got[name])
+        near = (
+            np.where(both, want + (got[name] - np.where(both, want, 0)) / slack, got[name]) if slack != 1 else got[name]
+        )
+        assert_accurate(near, rough, want, own, name)
 
 
 def check_zeros(got: Result, case: cases.Case, dtype: str) -> None:

@@ -176,14 +176,14 @@ OPERANDS = {
 }
 
 
-def _gradient_for(platform, *names, dtype=bf16, **keywords):
-    """Lowers the gradient of a call with these operands."""
+def _gradient_for(platform, *names, dtype=bf16, fixed=(), **keywords):
+    """Lowers the gradient of a call with these operands, in all of them but the `fixed`."""
     arguments = {k: x.update(dtype=dtype) for k, x in QKV.items()}
     for name in names:
         arguments |= OPERANDS[name]
     shapes = {k: x for k, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     rest = {k: x for k, x in arguments.items() if k not in shapes} | keywords
-    wanted = {k: x for k, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    wanted = {k: x for k, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating) and k not in fixed}
     others = {k: x for k, x in shapes.items() if k not in wanted}
 
     def loss(wanted, others):
@@ -207,6 +207,13 @@ def test_what_cuda_cannot_do_deterministically_is_refused_by_name(name, words):
     with pytest.raises(NotImplementedError, match=rf"deterministic=True on CUDA.*{words}.*deterministic=False"):
         _gradient_for("cuda", name, deterministic=True)
     _gradient_for("cuda", "mask", "sinks", "dropout", deterministic=True)
+
+
+def test_constants_have_no_gradient_that_could_be_out_of_order():
+    names = ("bias", "alibi_slopes")
+    _gradient_for("cuda", *names, fixed=names, deterministic=True)
+    with pytest.raises(NotImplementedError, match="the gradient of a shared bias:"):
+        _gradient_for("cuda", *names, fixed=("alibi_slopes",), deterministic=True)
 
 
 def test_the_float32_kernels_sum_slopes_in_order():

@@ -134,6 +134,35 @@ def test_gradient_of_a_vmap_sums_over_what_is_shared():
     _near([jax.jit(jax.grad(mapped))(bias)], [jax.jit(jax.grad(looped))(bias)])
 
 
+WRAPS = {
+    "grad": lambda loss: loss,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda loss: lambda query, *xs: jax.vmap(lambda x: loss(x, *xs))(query[None]).sum(),
+    "scan": lambda loss: lambda *xs: jax.lax.scan(lambda sum, _: (sum + loss(*xs) / 2, None), 0.0, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
+def test_operands_that_are_constants_have_no_gradient(wrap):
+    """Not even one that nobody looks at: of a bias it would be T x S numbers."""
+    query, key, value, bias, _, _, _, slopes, sinks, dout, _ = _arguments(7)
+    names, xs = ("query", "bias", "alibi_slopes", "sinks"), (query, bias, slopes, sinks)
+
+    def loss(query, bias, slopes, sinks):
+        call = {"alibi_slopes": slopes, "sinks": sinks, "causal_alignment": "top_left"}
+        return jnp.sum(attention(query, key, value, bias, **call) * dout)
+
+    want = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*xs)
+    for moving in ((0,), (0, 2), (0, 1, 2, 3)):
+        gradient = jax.grad(wrap(loss), moving)
+        found = calls.equations(jax.make_jaxpr(gradient)(*xs))
+        (backward,) = [x for x in found if str(x.primitive) == "flash_backward"]
+        assert backward.params["fixed"] == tuple(name for i, name in enumerate(names) if i not in moving)
+        assert len(backward.outvars) == 2 + len(moving)
+        _near(jax.jit(gradient)(*xs), [want[i] for i in moving])
+
+
 def test_operands_in_the_carry_of_a_scan():
     """Also those without a gradient are traced: kept as if they were static, they would leak out of the loop."""
     query, *_, dout, _ = _arguments(8)

@@ -30,10 +30,10 @@ def _checked(**given):
     return _checks.check(**(unset | given))
 
 
-def _check(case, backend, dtype):
+def _check(case, backend, dtype, slack=1):
     evaluate.skip_what_cuda_lacks(case, backend, dtype)
     got = evaluate.kernel(case, dtype, backend)
-    evaluate.check(got, case, dtype, "out", "lse", *evaluate.names(case))
+    evaluate.check(got, case, dtype, "out", "lse", *evaluate.names(case), slack=slack)
     evaluate.check_zeros(got, case, dtype)
 
 
@@ -100,7 +100,8 @@ def test_random_combinations(data, backend):
         keywords["dropout_rate"], operands["dropout_rng"] = 0.3, rng.integers(0, 2**32, 2, np.uint32)
     D, Dv = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     case = cases.Case(f"random-{draw(st.integers(0, 99))}", "any", T, S, N, K, D, Dv, batch, keywords, operands)
-    _check(case, backend, draw(st.sampled_from(evaluate.DTYPES[backend])))
+    # The bound is measured by an array's largest element, and one of a few sums may be much smaller than its terms.
+    _check(case, backend, draw(st.sampled_from(evaluate.DTYPES[backend])), slack=8)
 
 
 # Dropout.

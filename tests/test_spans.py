@@ -246,17 +246,12 @@ def test_calls_with_spans(case, monkeypatch):
     """Every case with a mask or ids, the CPU kernels being given what CUDA's are."""
     forward, backward = _ffi.forward, _ffi.backward
 
-    def with_spans(call, q, k, v, *between, extras, spec, implementation):
-        return call(q, k, v, *between, _equipped(extras, q, k, v, spec), spec, implementation)
-
     def spanned_forward(q, k, v, extras, spec, implementation):
-        return with_spans(forward, q, k, v, extras=extras, spec=spec, implementation=implementation)
+        return forward(q, k, v, _equipped(extras, q, k, v, spec), spec, implementation)
 
-    def spanned_backward(q, k, v, out, lse, dout, dlse, extras, spec, implementation):
-        *gradients, slots = with_spans(
-            backward, q, k, v, out, lse, dout, dlse, extras=extras, spec=spec, implementation=implementation
-        )
-        return *gradients, slots
+    def spanned_backward(q, k, v, out, lse, dout, dlse, extras, fixed, spec, implementation):
+        extras = _equipped(extras, q, k, v, spec)
+        return backward(q, k, v, out, lse, dout, dlse, extras, fixed, spec, implementation)
 
     monkeypatch.setattr(_ffi, "forward", spanned_forward)
     monkeypatch.setattr(_ffi, "backward", spanned_backward)
