@@ -1,5 +1,5 @@
-"""The laws of src/core, proved in C++ by each compiler that builds them; what CUDA bodies make of operands, and which
-kernels a device gets, as far as a host can tell."""
+"""The laws of src/core, proved in C++ by each compiler that builds them; what CUDA bodies make of operands and
+scores, and which kernels a device gets, as far as a host can tell."""
 
 import os
 import pathlib
@@ -36,10 +36,11 @@ def _passes_on_the_host(tmp_path: pathlib.Path, sources: list[str]) -> None:
     command, program = COMPILERS["nvcc"][0], tmp_path / "program"
     if shutil.which(command) is None:
         pytest.skip(f"no {command} on this machine")
+    includes = [f"-I{ROOT / 'tests/cpp/host'}", *STRICT, f"-I{tmp_path}"]  # the first stands in for parts of src
+    files = [str(ROOT / x) for x in sources]
     built = subprocess.run(
-        [command, *STRICT, f"-I{tmp_path}", "--cudart=none", *(str(ROOT / x) for x in sources), "-o", str(program)],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [command, *includes, "--cudart=none", *files, "-o", str(program)], capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stdout
@@ -48,6 +49,11 @@ def _passes_on_the_host(tmp_path: pathlib.Path, sources: list[str]) -> None:
 
 def test_operands_line_by_line(tmp_path: pathlib.Path) -> None:
     _passes_on_the_host(tmp_path, ["tests/cpp/operands_test.cc"])
+
+
+def test_the_online_softmax(tmp_path: pathlib.Path) -> None:
+    """That of Hopper, whose tiles look for no maximum: growing scores, removed ones, and the lowest numbers."""
+    _passes_on_the_host(tmp_path, ["tests/cpp/softmax_test.cc"])
 
 
 def test_which_kernels_a_device_gets(tmp_path: pathlib.Path) -> None:
