@@ -56,12 +56,6 @@ struct Mask {
     return {q_len, k_len, bound(spec.window_left), bound(spec.window_right), spec.bottom_right ? k_len - q_len : 0};
   }
 
-  JAX_FLASH2_HD constexpr Mask without_spans() const {
-    Mask m = *this;
-    m.key_spans = m.query_spans = nullptr;
-    return m;
-  }
-
   // What core/spec.h calls span_flags.
   JAX_FLASH2_HD constexpr uint32_t flags() const { return uint32_t{exact} | uint32_t{!sparse} << 1; }
   JAX_FLASH2_HD constexpr Mask with_flags(uint32_t flags) const {

@@ -21,7 +21,11 @@ Status launch_kernel(void (*kernel)(Parameters...), int64_t blocks, dim3 threads
                      const Parameters&... arguments) {
   if (blocks == 0) return {};
   if (blocks > INT32_MAX) return {"more blocks than a CUDA grid holds"};
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  constexpr int kUnasked = 48 * 1024;  // what a kernel may have of shared memory without asking
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > kUnasked) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  }
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));

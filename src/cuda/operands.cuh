@@ -1,4 +1,4 @@
-// What bodies that ask operands know of a batch row and a query head. It lies in shared memory, for registers are full.
+// The operands of a batch row and a query head, as kernels ask them of the pairs that a lane holds.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -41,6 +41,17 @@ __device__ __forceinline__ void find_distances(const Addend<float>& addend, cons
   }
 }
 
+// Multiplies two neighbouring C fragments by what dropout keeps of them; query i and key j are the lane's first.
+__device__ __forceinline__ void drop(const Dropout<float>& dropout, int i, int j, float (&left)[4], float (&right)[4]) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {  // what one block of random words decides
+    const uint32_t kept = dropout.kept(i, j + e);
+#pragma unroll
+    for (int x = 0; x < 4; x++) (x % 2 ? right : left)[e + x / 2 * 2] *= kept >> x & 1 ? dropout.scale : 0.0f;
+  }
+}
+
+// Lies in shared memory where registers are full.
 struct Operands {
   Mask mask;
   Addend<float> addend;

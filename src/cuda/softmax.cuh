@@ -34,6 +34,12 @@ struct Math {
   }
 };
 
+// What a row comes to.
+struct RowEnd {
+  float inverse;  // what the unscaled output is multiplied by
+  float lse;      // natural log
+};
+
 // kRowBlocks blocks of 16 rows; of each a lane holds rows g and g + 8.
 template <int kRowBlocks>
 struct Softmax {
@@ -110,13 +116,9 @@ struct Softmax {
     return p;
   }
 
-  struct Row {
-    float inverse;  // what the unscaled output is multiplied by
-    float lse;      // natural log
-  };
   // kNatural: the unit is that of natural scores, and even the lowest one has an lse.
   template <bool kNatural = false>
-  __device__ __forceinline__ Row finish(int i, int h) const {
+  __device__ __forceinline__ RowEnd finish(int i, int h) const {
     const float total = quad_sum(sum[i][h]);
     if (total == 0) return {0, -INFINITY};  // not `> 0`: a NaN goes on
     if constexpr (kNatural) return {1.0f / total, reference[i][h] + ptx::lg2(total) * kLn2};
@@ -125,8 +127,7 @@ struct Softmax {
 };
 
 // A row's end when one more key, of score `sink` and without a value, takes part. -INFINITY: there is none.
-template <class Row>
-__device__ __forceinline__ Row with_sink(Row end, float sink) {
+__device__ __forceinline__ RowEnd with_sink(RowEnd end, float sink) {
   if (sink == -INFINITY) return end;
   if (end.lse == -INFINITY) return {0, sink};  // no key beside it
   const float top = fmaxf(end.lse, sink), keys = ptx::ex2((end.lse - top) * kLog2e);

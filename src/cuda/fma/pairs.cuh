@@ -8,6 +8,7 @@
 
 #include "core/problem.h"
 #include "cuda/fma/panel.cuh"
+#include "cuda/operands.cuh"
 #include "cuda/ptx/math.cuh"
 
 namespace jax_flash2::cuda::fma {
@@ -21,15 +22,13 @@ struct Math {
 };
 
 // The operands of one (batch row, query head).
-struct Pairs {
-  Mask mask;
+struct Pairs : Operands {
   Score<float> score;
-  bool adds;
-  Addend<float> addend;
-  Dropout<float> dropout;
 
   static __device__ __forceinline__ Pairs make(const Problem& p, const Batch& b, int n, const Mask& mask) {
-    return {mask, p.score<float>(b, n), p.has_addend(mask), p.addend<float>(b, n, mask), p.dropout<float>(b, n)};
+    Pairs pairs;
+    pairs.mask = mask, pairs.set_head(p, b, n), pairs.score = p.score<float>(b, n);
+    return pairs;
   }
 
   // What operands add to the score of a pair that the mask keeps or not; -inf: the pair is removed.

@@ -225,14 +225,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
         }
         if (drops) {
           const Dropout<float> dropout = operands_s->dropout;
-#pragma unroll
-          for (int e = 0; e < 2; e++) {  // what one block of random words decides
-            const uint32_t kept = dropout.kept(row0 + block_row(i) + lane / 4, column0 + 16 * c + e);
-            s[i][2 * c][e] *= kept & 1 ? dropout.scale : 0.0f;
-            s[i][2 * c + 1][e] *= kept & 2 ? dropout.scale : 0.0f;
-            s[i][2 * c][e + 2] *= kept & 4 ? dropout.scale : 0.0f;
-            s[i][2 * c + 1][e + 2] *= kept & 8 ? dropout.scale : 0.0f;
-          }
+          drop(dropout, row0 + block_row(i) + lane / 4, column0 + 16 * c, s[i][2 * c], s[i][2 * c + 1]);
         }
         tile::convert_c_to_a<Element>(probability[i], s[i][2 * c], s[i][2 * c + 1]);
       }
@@ -270,7 +263,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = row0 + block_row(i) + lane / 4 + h * 8;
-      typename Softmax<kRowBlocks>::Row end = softmax.template finish<!kPlain>(i, h);
+      RowEnd end = softmax.template finish<!kPlain>(i, h);
       if (!mask().live_queries().has(row))
         end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
       end = with_sink(end, sink(row));

@@ -203,14 +203,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         if (operands.dropout.present()) {
           const Dropout<float> dropout = operands.dropout;
 #pragma unroll
-          for (int c = 0; c < kCols8 / 2; c++) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {  // what one block of random words decides
-              const uint32_t kept = dropout.kept(row, column0 + 16 * c + e);
-#pragma unroll
-              for (int x = 0; x < 4; x++) s[2 * c + x % 2][e + x / 2 * 2] *= kept >> x & 1 ? dropout.scale : 0.0f;
-            }
-          }
+          for (int c = 0; c < kCols8 / 2; c++) drop(dropout, row, column0 + 16 * c, s[2 * c], s[2 * c + 1]);
         }
       }
     };

@@ -16,12 +16,6 @@
 
 namespace jax_flash2::cuda::sm90 {
 
-// A row's end.
-struct RowEnd {
-  float inverse;  // what the unscaled output is multiplied by
-  float lse;      // natural log
-};
-
 // kNatural: shifts are scores, and not powers of two, so that those near the lowest number stay numbers. For bodies whose
 // operands may bring such; the others save an instruction a score.
 template <bool kNatural>
