@@ -32,12 +32,11 @@ def lower(
     primitive: Any,
     platform: str,
     operands: tuple[str, ...],
-    fixed: tuple[str, ...],
-    spec: AttentionSpec,
-    implementation: str | None,
     prepared: bool = False,
+    **params: Any,
 ) -> Any:
     """The lowering rule of both primitives for "cpu" and "cuda". prepared: its operands are those of `_prepared`."""
+    fixed, spec, implementation = params["fixed"], params["spec"], params["implementation"]
     if implementation not in (None, platform):
         raise NotImplementedError(
             f"implementation={implementation!r} was asked for, but this program is compiled for {platform!r}: "
@@ -48,16 +47,14 @@ def lower(
         _check_cuda(primitive, dims, operands, fixed, spec)
         if any(_padding(dims, axis) for axis in "DV"):
             padded = functools.partial(_padded, primitive, operands)
-            return mlir.lower_fun(padded)(ctx, *values, fixed=fixed, spec=spec, implementation=implementation)
+            return mlir.lower_fun(padded)(ctx, *values, **params)
     devices = _compat.automatic_devices(ctx)
     if devices > 1 and not _compat.is_export(ctx):
-        call = _sharding.partitioned(
-            primitive, operands, ctx.avals_in, devices, fixed=fixed, spec=spec, implementation=implementation
-        )
+        call = _sharding.partitioned(primitive, operands, ctx.avals_in, devices, **params)
         return _compat.lower_partitioned(call, ctx, *values)
     if platform == "cuda" and not prepared and any(name in operands for name in ("mask", "query_ids", "bias")):
         prepare = functools.partial(_prepared, primitive, operands)
-        return mlir.lower_fun(prepare)(ctx, *values, fixed=fixed, spec=spec, implementation=implementation)
+        return mlir.lower_fun(prepare)(ctx, *values, **params)
     given = dict(zip(operands, values, strict=True))
     if "query_ids" in given and "key_ids" not in given:
         given["key_ids"], dims.avals["key_ids"] = given["query_ids"], dims.avals["query_ids"]
@@ -95,17 +92,17 @@ def _padding(dims: Dims, axis: str) -> int:
     return -dims.sizes[axis] % (16 // np.dtype(dims.avals["q"].dtype).itemsize)  # type: ignore[no-any-return]
 
 
-def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, fixed: tuple[str, ...], **params: Any) -> list[Any]:
+def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
     """Zeros up to widths that the CUDA kernels take. Costs a copy of each such array, and of each such result."""
     dims = Dims(operands, xs)
     wide = [
         jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _padding(dims, ARRAYS[name].axes[-1]))]) if _is_wide(name) else x
         for name, x in zip(operands, xs, strict=True)
     ]
-    outs = primitive.bind(*wide, operands=operands, fixed=fixed, **params)
+    outs = primitive.bind(*wide, operands=operands, **params)
     return [
         x[..., : dims.sizes[ARRAYS[name].axes[-1]]] if _is_wide(name) else x
-        for name, x in zip(results_of(primitive, operands, fixed), outs, strict=True)
+        for name, x in zip(results_of(primitive, operands, params["fixed"]), outs, strict=True)
     ]
 
 

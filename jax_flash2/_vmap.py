@@ -17,18 +17,15 @@ from jax_flash2._spec import Extras
 _MAX_BATCH_GROUPS = 4  # kMaxBatchAxes of src/core/problem.h
 
 
-def batch(
-    primitive: Any, xs: Any, dims: Any, *, operands: tuple[str, ...], fixed: tuple[str, ...], **params: Any
-) -> tuple[Any, Any]:
+def batch(primitive: Any, xs: Any, dims: Any, *, operands: tuple[str, ...], **params: Any) -> tuple[Any, Any]:
     """The batching rule of both primitives."""
-    params["fixed"] = fixed
     size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
     rank = xs[0].ndim - 3 - (dims[0] is not None)
     after = _beside_heads(operands, xs, dims, rank)
     if after is not None:
         xs = [_join_heads(*args, size, rank, after) for args in zip(operands, xs, dims, strict=True)]
         outs = primitive.bind(*xs, operands=operands, **params)
-        names = results_of(primitive, operands, fixed)
+        names = results_of(primitive, operands, params["fixed"])
         split = [_split_heads(name, x, size, rank, after) for name, x in zip(names, outs, strict=True)]
         return [x for x, _ in split], [d for _, d in split]
     # Where most operands have the axis already, if among the batch axes: those need no transpose.
@@ -36,7 +33,7 @@ def batch(
     at = max(votes, key=votes.count, default=0)
     xs = [jnp.expand_dims(x, at) if d is None else jnp.moveaxis(x, d, at) for x, d in zip(xs, dims, strict=True)]
     if primitive.name == "flash_backward":  # each instance has a gradient of its own, also of what they share
-        own = {*LIKE_OPERANDS.values()} - {*fixed}
+        own = {*LIKE_OPERANDS.values()} - {*params["fixed"]}
         xs = [
             jnp.broadcast_to(x, (*x.shape[:at], size, *x.shape[at + 1 :])) if name in own else x
             for name, x in zip(operands, xs, strict=True)

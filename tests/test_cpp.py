@@ -18,33 +18,24 @@ COMPILERS = {
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_laws(compiler: str, tmp_path: pathlib.Path) -> None:
-    command = COMPILERS[compiler]
+    _passes(tmp_path, COMPILERS[compiler], ["tests/cpp/laws_test.cc"], seconds=300)
+
+
+def _passes(tmp_path: pathlib.Path, command: list[str], sources: list[str], seconds: int) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]} on this machine")
-    program = tmp_path / "laws_test"
-    built = subprocess.run(
-        [*command, str(ROOT / "tests/cpp/laws_test.cc"), "-o", str(program)], capture_output=True, text=True
-    )
+    program, files = str(tmp_path / "program"), [str(ROOT / x) for x in sources]
+    built = subprocess.run([*command, *files, "-o", program], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=seconds)
     assert ran.returncode == 0, ran.stdout
     assert ran.stdout.endswith(", 0 failed\n")
 
 
 def _passes_on_the_host(tmp_path: pathlib.Path, sources: list[str]) -> None:
     """Built by nvcc, which knows where CUDA's headers are, as plain C++."""
-    command, program = COMPILERS["nvcc"][0], tmp_path / "program"
-    if shutil.which(command) is None:
-        pytest.skip(f"no {command} on this machine")
     includes = [f"-I{ROOT / 'tests/cpp/host'}", *STRICT, f"-I{tmp_path}"]  # the first stands in for parts of src
-    files = [str(ROOT / x) for x in sources]
-    built = subprocess.run(
-        [command, *includes, "--cudart=none", *files, "-o", str(program)], capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stdout
-    assert ran.stdout.endswith(", 0 failed\n")
+    _passes(tmp_path, [COMPILERS["nvcc"][0], *includes, "--cudart=none"], sources, seconds=60)
 
 
 def test_operands_line_by_line(tmp_path: pathlib.Path) -> None:

@@ -38,3 +38,9 @@ def test_within_the_bound():
 def test_beyond_the_bound(got):
     with pytest.raises(AssertionError, match=r"out .*, not "):
         assert_accurate(np.array(got), PLAIN, EXACT, "float32", "out")
+
+
+def test_slack_multiplies_the_bound():
+    assert_accurate(np.array([1.0, -4.75, -np.inf]), PLAIN, EXACT, "float32", slack=3)
+    with pytest.raises(AssertionError, match=r"result .*, not "):
+        assert_accurate(np.array([1.0, -4.7501, -np.inf]), PLAIN, EXACT, "float32", slack=3)
