@@ -15,11 +15,17 @@ JAX_FLASH2_HD float bits_to_float(uint32_t bits) {
 #endif
 }
 
-// Without a subnormal float on the way: XLA's threads read one as zero.
+// On the host without a subnormal float on the way: XLA's threads read one as zero.
 JAX_FLASH2_HD float f16_to_float(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
   const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = h >> 10 & 31u, mantissa = h & 0x3ffu;
   if (exponent == 0) return (sign ? -0x1p-24f : 0x1p-24f) * float(mantissa);
   return bits_to_float(sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13);
+#endif
 }
 
 template <class Real>
@@ -49,31 +55,37 @@ struct Addend {
   JAX_FLASH2_HD Real at(int i, int j) const {
     if (!keeps(i, j)) return static_cast<Real>(-INFINITY);
     Real x = 0;
-    if (bias) with_bias_dtype([&]<DType kDType>() { x = bias_at<kDType>(i * bias_row + j * bias_col); });
+    if (bias) {
+      with_bias_dtype(
+          [&]<class Element>() { x = number(static_cast<const Element*>(bias)[i * bias_row + j * bias_col]); });
+    }
     return sloped ? x - slope * distance(i, j) : x;
   }
 
-  // Calls body<dtype of the bias>(): once for many elements, where that saves asking for each.
+  // Elements of the bias as they lie in memory, and as numbers.
+  struct F16 {
+    uint16_t bits;
+  };
+  struct BF16 {
+    uint16_t bits;
+  };
+  static JAX_FLASH2_HD Real number(F16 x) { return f16_to_float(x.bits); }
+  static JAX_FLASH2_HD Real number(BF16 x) { return bits_to_float(uint32_t{x.bits} << 16); }
+  static JAX_FLASH2_HD Real number(float x) { return x; }
+  // A finite float64 is a number in float32 too: only a true -inf removes a pair.
+  static JAX_FLASH2_HD Real number(double x) {
+    const double lowest = sizeof(Real) == 4 ? -0x1.fffffep127 : x;
+    return static_cast<Real>(x < lowest && x > -INFINITY ? lowest : x);
+  }
+  // Calls body<class of the bias's elements>(): once for many, where that saves asking for each.
   template <class Body>
   JAX_FLASH2_HD void with_bias_dtype(const Body& body) const {
     switch (bias_dtype) {
-      case DType::kF16: return body.template operator()<DType::kF16>();
-      case DType::kBF16: return body.template operator()<DType::kBF16>();
-      case DType::kF32: return body.template operator()<DType::kF32>();
-      default: return body.template operator()<DType::kF64>();
+      case DType::kF16: return body.template operator()<F16>();
+      case DType::kBF16: return body.template operator()<BF16>();
+      case DType::kF32: return body.template operator()<float>();
+      default: return body.template operator()<double>();
     }
-  }
-  template <DType kDType>
-  JAX_FLASH2_HD Real bias_at(int64_t at) const {
-    if constexpr (kDType == DType::kF16) return f16_to_float(static_cast<const uint16_t*>(bias)[at]);
-    if constexpr (kDType == DType::kBF16) {
-      return bits_to_float(uint32_t{static_cast<const uint16_t*>(bias)[at]} << 16);
-    }
-    if constexpr (kDType == DType::kF32) return static_cast<const float*>(bias)[at];
-    // A finite float64 is a number in float32 too: only a true -inf removes a pair.
-    const double wide = static_cast<const double*>(bias)[at];
-    const double lowest = sizeof(Real) == 4 ? -0x1.fffffep127 : wide;
-    return static_cast<Real>(wide < lowest && wide > -INFINITY ? lowest : wide);
   }
 };
 

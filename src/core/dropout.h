@@ -12,13 +12,16 @@ namespace jax_flash2 {
 struct Philox {
   uint32_t x, y, z, w;
 
-  static JAX_FLASH2_HD constexpr Philox block(Philox c, uint32_t key0, uint32_t key1) {
+  // Counters to blocks: several at once, for each round waits for the one before.
+  template <int kCount>
+  static JAX_FLASH2_HD constexpr void blocks(Philox (&c)[kCount], uint32_t key0, uint32_t key1) {
     for (int round = 0; round < 7; round++) {
-      const uint64_t a = uint64_t{0xD2511F53u} * c.x, b = uint64_t{0xCD9E8D57u} * c.z;
-      c = {uint32_t(b >> 32) ^ c.y ^ key0, uint32_t(b), uint32_t(a >> 32) ^ c.w ^ key1, uint32_t(a)};
+      for (Philox& at : c) {
+        const uint64_t a = uint64_t{0xD2511F53u} * at.x, b = uint64_t{0xCD9E8D57u} * at.z;
+        at = {uint32_t(b >> 32) ^ at.y ^ key0, uint32_t(b), uint32_t(a >> 32) ^ at.w ^ key1, uint32_t(a)};
+      }
       key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
     }
-    return c;
   }
 };
 
@@ -40,10 +43,23 @@ struct Dropout {
 
   JAX_FLASH2_HD constexpr bool present() const { return scale != Real(0); }
 
-  // Which of (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8) are kept, from bit 0 on; bit 3 of i and j clear.
+  // What decides (i, j), (i, j + 8), (i + 8, j) and (i + 8, j + 8), bit 3 of i and j clear, and of the kCount - 1 further
+  // ones that many steps of (di, dj) on: see keeps.
+  template <int kCount>
+  JAX_FLASH2_HD constexpr void words(int i, int j, int di, int dj, Philox (&to)[kCount]) const {
+    for (int x = 0; x < kCount; x++) to[x] = {uint32_t(i + x * di), uint32_t(j + x * dj), 0, 0};
+    Philox::blocks(to, key0, key1);
+  }
+  JAX_FLASH2_HD constexpr bool keeps(uint32_t word) const { return word > last; }
+
+  // Which of the first four are kept, from bit 0 on.
   JAX_FLASH2_HD constexpr uint32_t kept(int i, int j) const {
-    const Philox p = Philox::block({uint32_t(i), uint32_t(j), 0, 0}, key0, key1);
-    const auto bit = [&](uint32_t word, int at) { return uint32_t(word > last) << at; };
+    Philox one[1]{};
+    words(i, j, 0, 0, one);
+    return kept(one[0]);
+  }
+  JAX_FLASH2_HD constexpr uint32_t kept(const Philox& p) const {
+    const auto bit = [&](uint32_t word, int at) { return uint32_t(keeps(word)) << at; };
     return bit(p.x, 0) | bit(p.y, 1) | bit(p.z, 2) | bit(p.w, 3);
   }
 

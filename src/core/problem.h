@@ -157,11 +157,11 @@ struct Problem {
     return shared;
   }
 
-  // Whether operands remove pairs (a bias of -inf aside); whether an Addend does anything in a batch row of this mask.
+  // Whether operands remove pairs, a bias of -inf aside; and with it, of those that the mask of a batch row leaves; and
+  // whether an Addend does anything there.
   JAX_FLASH2_HD bool removes_pairs() const { return extras.mask.present() || extras.query_ids.present(); }
-  JAX_FLASH2_HD bool has_addend(const Mask& m) const {
-    return !m.exact || extras.bias.present() || extras.alibi_slopes.present();
-  }
+  JAX_FLASH2_HD bool may_remove(const Mask& m) const { return !m.exact || extras.bias.present(); }
+  JAX_FLASH2_HD bool has_addend(const Mask& m) const { return may_remove(m) || extras.alibi_slopes.present(); }
   // Whether operands change scores or probabilities pair by pair. A sink only ends a row.
   JAX_FLASH2_HD bool elementwise() const {
     return extras.bias.present() || extras.alibi_slopes.present() || extras.seeds.present();

@@ -5,24 +5,43 @@
 
 namespace jax_flash2 {
 
-// V is a scalar or a SIMD vector of Real. Math gives tanh for V: each backend brings its own.
+// V is a scalar or a SIMD vector of Real. Math gives scaled_tanh(x, in, out) = out * tanh(in * x) for V: each backend
+// brings its own.
 template <class Real>
 struct Score {
   Real scale, softcap;  // softcap 0: none
 
-  // The score of query i and key j from their dot product, in natural units.
+  // Calls body<whether scores are capped>(): once for many, for a branch at each would keep them apart.
+  template <class Body>
+  JAX_FLASH2_HD void with_cap(const Body& body) const {
+    if (softcap != Real(0)) {
+      body.template operator()<true>();
+    } else {
+      body.template operator()<false>();
+    }
+  }
+
+  // The score of a dot product, in natural units.
+  template <class Math, bool kCapped, class V>
+  JAX_FLASH2_HD V apply(V qk) const {
+    if constexpr (kCapped) return Math::scaled_tanh(qk, scale / softcap, softcap);
+    return qk * scale;
+  }
   template <class Math, class V>
-  JAX_FLASH2_HD V apply(V qk, int /*i*/, int /*j*/) const {
-    const V s = qk * scale;
-    return softcap != Real(0) ? Math::tanh(s * (Real(1) / softcap)) * softcap : s;
+  JAX_FLASH2_HD V apply(V qk) const {
+    return softcap != Real(0) ? apply<Math, true>(qk) : apply<Math, false>(qk);
   }
 
   // d score / d (scale * qk) from the score that `apply` gave; multiply by `scale` for d / d qk.
-  template <class V>
+  template <bool kCapped, class V>
   JAX_FLASH2_HD V slope(V s) const {
-    if (softcap == Real(0)) return V{} + Real(1);
+    if constexpr (!kCapped) return V{} + Real(1);
     const V t = s * (Real(1) / softcap);
     return Real(1) - t * t;
+  }
+  template <class V>
+  JAX_FLASH2_HD V slope(V s) const {
+    return softcap != Real(0) ? slope<true>(s) : slope<false>(s);
   }
 };
 

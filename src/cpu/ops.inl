@@ -39,7 +39,7 @@ void softmax_tile(const Softmax<Real>& t) {
     for (int j = 0; j < t.keys; j++) {
       Real* at = t.s + j * L + x;
       Vec<Real> s = get(at);
-      if constexpr (kGeneral) s = t.score.template apply<Math<Real>>(s, 0, 0);
+      if constexpr (kGeneral) s = t.score.template apply<Math<Real>>(s);
       if (e.added) {
         const Vec<Real> added = get(e.added + j * L + x);
         s = added == splat(-kInf<Real>) ? added : s + added;
@@ -78,7 +78,7 @@ void gradient_tile(const Gradient<Real>& t) {
     for (int j = 0; j < t.keys; j++) {
       Real *s_at = t.s.data + j * t.s.ld + x, *dp_at = t.dp.data + j * t.dp.ld + x;
       Vec<Real> capped = get(s_at), dp = get(dp_at), added = {};
-      if constexpr (kGeneral) capped = t.score.template apply<Math<Real>>(capped, 0, 0);
+      if constexpr (kGeneral) capped = t.score.template apply<Math<Real>>(capped);
       if (e.added) added = get(e.added + j * t.s.ld + x);
       const Vec<Real> above = capped + added - lse;
       Vec<Real> p = visible.select(j, exp<Real>(above > most ? most : above), Real(0));

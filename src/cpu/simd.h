@@ -178,7 +178,7 @@ inline Vec<Real> tanh(Vec<Real> x) {
 // What Score needs.
 template <class Real>
 struct Math {
-  static Vec<Real> tanh(Vec<Real> x) { return cpu::tanh<Real>(x); }
+  static Vec<Real> scaled_tanh(Vec<Real> x, Real in, Real out) { return cpu::tanh<Real>(x * in) * out; }
 };
 
 }  // namespace

@@ -10,116 +10,288 @@
 
 namespace jax_flash2::cuda {
 
-// Pairs that one lane holds in a row of C fragments: query i and key j, and of the same query other keys, or of the same
-// key other queries, as tile/columns.cuh says.
+// Pairs that one lane holds of a row of C fragments, in two lines: query i and key j, and of the same query other keys, or of
+// the same key other queries, as tile/columns.cuh says; the second line is 8 further on in the other direction. Which of a
+// line's pairs are meant is said by bits.
 template <bool kAlongKeys, int kPairs>
-struct Line {
+struct Lines {
   static_assert(kPairs <= 32);
   int i, j;
 
-  __device__ __forceinline__ int query(int x) const { return kAlongKeys ? i : i + tile::column_step(x); }
-  __device__ __forceinline__ int key(int x) const { return kAlongKeys ? j + tile::column_step(x) : j; }
-  // Where pair x lies in an array of these strides.
-  __device__ __forceinline__ int64_t place(int x, int64_t row, int64_t col) const {
-    return i * row + j * col + tile::column_step(x) * (kAlongKeys ? col : row);
+  __device__ __forceinline__ int query(int h, int x) const { return i + (kAlongKeys ? 8 * h : tile::column_step(x)); }
+  __device__ __forceinline__ int key(int h, int x) const { return j + (kAlongKeys ? tile::column_step(x) : 8 * h); }
+  // kPart of the pairs, from the x0-th on, and of the bits of all of them theirs.
+  template <int kPart>
+  __device__ __forceinline__ Lines<kAlongKeys, kPart> part(int x0) const {
+    return {query(0, kAlongKeys ? 0 : x0), key(0, kAlongKeys ? x0 : 0)};
   }
+  static constexpr uint32_t kAll = ~0u >> (32 - kPairs);
+  static __device__ __forceinline__ uint32_t of(uint32_t pairs, int x0) { return pairs >> x0 & kAll; }
+  static __device__ __forceinline__ bool is_whole(uint32_t pairs) { return (pairs & kAll) == kAll; }
+  // Calls body(h, x, distance) for all pairs, of which the first of each line have the signed distances `firsts`.
+  template <class Body>
+  static __device__ __forceinline__ void with_distances(const int (&firsts)[2], const Body& body) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const auto first = static_cast<float>(firsts[h]);
+#pragma unroll
+      for (int x = 0; x < kPairs; x++) body(h, x, fabsf(first + (kAlongKeys ? -1.0f : 1.0f) * tile::column_step(x)));
+    }
+  }
+  static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) { return is_whole(pairs[0] & pairs[1]); }
 };
 
-// How far the queries of a line's pairs stand from their keys, of those that `pairs` names: of others any number.
-template <bool kAlongKeys, int kPairs>
-__device__ __forceinline__ void find_distances(const Addend<float>& addend, const Line<kAlongKeys, kPairs>& line,
-                                               uint32_t pairs, float (&to)[kPairs]) {
-  if (!kAlongKeys && addend.positions) {
+// The elements of an array [T, S] that lines have, and zeros of pairs that `pairs` does not name, which may lie outside of
+// it. Of lines that are named whole neighbours are read together, where they lie so.
+template <bool kAlongKeys, int kPairs, class T>
+__device__ __forceinline__ void gather(const T* array, int64_t row, int64_t col, const Lines<kAlongKeys, kPairs>& lines,
+                                       const uint32_t (&pairs)[2], T (&to)[2][kPairs]) {
+  struct alignas(2 * sizeof(T)) Two {
+    T x[2];
+  };
+  const T* const from = array + lines.i * row + lines.j * col;
+  const int64_t step = kAlongKeys ? col : row, next = 8 * (kAlongKeys ? row : col);
+  const auto is_aligned = [](const T* at) { return reinterpret_cast<uintptr_t>(at) % sizeof(Two) == 0; };
+  if (kAlongKeys && step == 1 && lines.are_whole(pairs) && is_aligned(from) && is_aligned(from + next)) {
 #pragma unroll
-    for (int x = 0; x < kPairs; x++) to[x] = pairs >> x & 1 ? addend.distance(line.query(x), line.key(x)) : 0.0f;
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int x = 0; x < kPairs; x += 2) {
+        const Two two = *reinterpret_cast<const Two*>(from + h * next + tile::column_step(x));
+        to[h][x] = two.x[0], to[h][x + 1] = two.x[1];
+      }
+    }
     return;
   }
-  const int at = (!addend.positions ? line.i + addend.off : pairs ? addend.positions[line.i] : 0) - line.j;
 #pragma unroll
-  for (int x = 0; x < kPairs; x++) {
-    to[x] = fabsf(static_cast<float>(at + (kAlongKeys ? -tile::column_step(x) : tile::column_step(x))));
+  for (int h = 0; h < 2; h++) {
+#pragma unroll
+    for (int x = 0; x < kPairs; x++) {
+      to[h][x] = pairs[h] >> x & 1 ? from[h * next + tile::column_step(x) * step] : T{};
+    }
   }
 }
 
-// Multiplies two neighbouring C fragments by what dropout keeps of them; query i and key j are the lane's first.
+// Zeroes what dropout drops of two neighbouring C fragments; query i and key j are the lane's first. What it keeps is yet
+// to be multiplied by its scale.
 __device__ __forceinline__ void drop(const Dropout<float>& dropout, int i, int j, float (&left)[4], float (&right)[4]) {
+  Philox words[2];
+  dropout.words(i, j, 0, 1, words);
 #pragma unroll
-  for (int e = 0; e < 2; e++) {  // what one block of random words decides
-    const uint32_t kept = dropout.kept(i, j + e);
-#pragma unroll
-    for (int x = 0; x < 4; x++) (x % 2 ? right : left)[e + x / 2 * 2] *= kept >> x & 1 ? dropout.scale : 0.0f;
+  for (int e = 0; e < 2; e++) {
+    left[e] = dropout.keeps(words[e].x) ? left[e] : 0.0f, right[e] = dropout.keeps(words[e].y) ? right[e] : 0.0f;
+    left[e + 2] = dropout.keeps(words[e].z) ? left[e + 2] : 0.0f;
+    right[e + 2] = dropout.keeps(words[e].w) ? right[e + 2] : 0.0f;
   }
 }
 
-// Lies in shared memory where registers are full.
+// What the operands of a batch row and a head do to a score, a bit each.
+struct Acts {
+  uint32_t bits;
+
+  static constexpr uint32_t kMask = 1, kIds = 2, kBias = 4, kSlope = 8;
+  __device__ __forceinline__ bool mask() const { return bits & kMask; }
+  __device__ __forceinline__ bool ids() const { return bits & kIds; }
+  __device__ __forceinline__ bool bias() const { return bits & kBias; }
+  __device__ __forceinline__ bool slope() const { return bits & kSlope; }
+  __device__ __forceinline__ bool ask() const { return bits & (kMask | kIds | kBias); }  // what Operands::ask does
+};
+
+// Lies in shared memory where registers are full. What a call of these asks first is `acts`, of which a caller that asks
+// often keeps a copy: each look into shared memory holds a warp up.
 struct Operands {
   Mask mask;
   Addend<float> addend;
   Dropout<float> dropout;
-  bool adds;  // whether `addend` does anything
+  Acts acts;
 
   __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
-    addend = p.addend<float>(b, n, mask), dropout = p.dropout<float>(b, n), adds = p.has_addend(mask);
+    addend = p.addend<float>(b, n, mask), dropout = p.dropout<float>(b, n), note_acts();
+  }
+  __device__ __forceinline__ void note_acts() {
+    const auto bit = [](bool does, uint32_t bit) { return does ? bit : 0u; };
+    acts.bits = bit(addend.mask, Acts::kMask) | bit(addend.query_ids, Acts::kIds) | bit(addend.bias, Acts::kBias) |
+                bit(addend.sloped, Acts::kSlope);
   }
 
-  // Adds to score(x) what operands do, of the pairs that `pairs` names, and returns those that they leave: the scores of
-  // others are any number. One operand after the other, so that each is asked for once, and its elements together.
-  template <bool kAlongKeys, int kPairs, class Score>
-  __device__ __forceinline__ uint32_t add(const Line<kAlongKeys, kPairs>& line, uint32_t pairs,
-                                          const Score& score) const {
-    if (addend.mask || addend.query_ids) {
-      pairs = tile::columns_left(pairs, kAlongKeys ? line.j : line.i, [&](int at) {
-        return kAlongKeys ? addend.keeps(line.i, at) : addend.keeps(at, line.j);
-      });
-    }
-    if (addend.bias) {
-      float added[kPairs];
-      addend.with_bias_dtype([&]<DType kDType>() {
-#pragma unroll
-        for (int x = 0; x < kPairs; x++) {
-          const int64_t at = line.place(x, addend.bias_row, addend.bias_col);
-          added[x] = pairs >> x & 1 ? addend.template bias_at<kDType>(at) : 0.0f;
-        }
-      });
-#pragma unroll
-      for (int x = 0; x < kPairs; x++) score(x) += added[x], pairs &= ~(uint32_t(added[x] == -INFINITY) << x);
-    }
-    if (addend.sloped) {
-      float distance[kPairs];
-      find_distances(addend, line, pairs, distance);
-#pragma unroll
-      for (int x = 0; x < kPairs; x++) score(x) -= addend.slope * distance[x];
-    }
-    return pairs;
-  }
-
-  // The same, to sums(x) from 0 on. Called, not inlined, where registers are full: sums lie in local memory.
+  // What needs no scores. Takes from `pairs` those that operands remove; a bias sets what it adds to the others. One operand
+  // after the other, so that each is asked for once, and its elements together.
   template <bool kAlongKeys, int kPairs>
-  __device__ __noinline__ uint32_t sum(Line<kAlongKeys, kPairs> line, uint32_t pairs, float* sums) const {
-    float own[kPairs] = {};
-    pairs = add(line, pairs, [&](int x) -> float& { return own[x]; });
+  __device__ __forceinline__ void ask(Acts acts, const Lines<kAlongKeys, kPairs>& lines, uint32_t (&pairs)[2],
+                                      float (&bias)[2][kPairs]) const {
+    ask_who(acts, lines, pairs);
+    if (acts.bias()) ask_bias(lines, pairs, bias);
+  }
+  // The part of a bias.
+  template <bool kAlongKeys, int kPairs>
+  __device__ __forceinline__ void ask_bias(const Lines<kAlongKeys, kPairs>& lines, uint32_t (&pairs)[2],
+                                           float (&bias)[2][kPairs]) const {
+    addend.with_bias_dtype([&]<class Element>() {
+      Element elements[2][kPairs];
+      gather(static_cast<const Element*>(addend.bias), addend.bias_row, addend.bias_col, lines, pairs, elements);
 #pragma unroll
-    for (int x = 0; x < kPairs; x++) sums[x] = own[x];
-    return pairs;
+      for (int x = 0; x < 2 * kPairs; x++) {
+        bias[x / kPairs][x % kPairs] = Addend<float>::number(elements[x / kPairs][x % kPairs]);
+      }
+    });
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float least = bias[h][0];
+#pragma unroll
+      for (int x = 1; x < kPairs; x++) least = fminf(least, bias[h][x]);
+      if (least == -INFINITY) {
+#pragma unroll
+        for (int x = 0; x < kPairs; x++) pairs[h] &= ~(uint32_t(bias[h][x] == -INFINITY) << x);
+      }
+    }
+  }
+  // The part of mask and ids.
+  template <bool kAlongKeys, int kPairs>
+  __device__ __forceinline__ void ask_who(Acts acts, const Lines<kAlongKeys, kPairs>& lines,
+                                          uint32_t (&pairs)[2]) const {
+    if (acts.mask()) {
+      constexpr int kPart = min_(kPairs, 8);
+#pragma unroll
+      for (int x0 = 0; x0 < kPairs; x0 += kPart) {
+        const auto part = lines.template part<kPart>(x0);
+        const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
+        uint8_t kept[2][kPart];
+        gather(addend.mask, addend.mask_row, addend.mask_col, part, named, kept);
+#pragma unroll
+        for (int x = 0; x < 2 * kPart; x++) {
+          pairs[x / kPart] &= ~(uint32_t(kept[x / kPart][x % kPart] == 0) << (x0 + x % kPart));
+        }
+      }
+    }
+    if (acts.ids()) {
+      int32_t own[2], ids[kPairs];
+      const uint32_t some = pairs[0] | pairs[1];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        own[h] = !pairs[h] ? -1 : kAlongKeys ? addend.query_ids[lines.query(h, 0)] : addend.key_ids[lines.key(h, 0)];
+      }
+      const int32_t* const others = kAlongKeys ? addend.key_ids + lines.j : addend.query_ids + lines.i;
+#pragma unroll
+      for (int x = 0; x < kPairs; x++) ids[x] = some >> x & 1 ? others[tile::column_step(x)] : -1;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int x = 0; x < kPairs; x++) pairs[h] &= ~(uint32_t(ids[x] != own[h]) << x);
+        if (own[h] < 0) pairs[h] = 0;
+      }
+    }
   }
 
-  // What dropout keeps of a line along queries, and of that 8 keys further on. Query and key have bit 3 clear.
+  // Where a query stands among the keys, for ALiBi.
+  __device__ __forceinline__ int position(int i) const {
+    return addend.positions ? addend.positions[i] : i + addend.off;
+  }
+
+  // Adds to score(h, x) what a bias does, kPart pairs at a time, and takes from `pairs` those that it removes.
+  template <int kPart, bool kAlongKeys, int kPairs, class Score>
+  __device__ __forceinline__ void add_bias(const Lines<kAlongKeys, kPairs>& lines, uint32_t (&pairs)[2],
+                                           const Score& score) const {
+#pragma unroll
+    for (int x0 = 0; x0 < kPairs; x0 += kPart) {
+      const auto part = lines.template part<kPart>(x0);
+      const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
+      uint32_t left[2] = {named[0], named[1]};
+      float bias[2][kPart];
+      ask_bias(part, left, bias);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        pairs[h] &= ~((named[h] & ~left[h]) << x0);
+#pragma unroll
+        for (int x = 0; x < kPart; x++) score(h, x0 + x) += bias[h][x];
+      }
+    }
+  }
+
+  // Adds to score(h, x) what ALiBi does, of the pairs that `pairs` names: to others any number. Distances are float32, exact
+  // below 2^24.
+  template <bool kAlongKeys, int kPairs, class Score>
+  __device__ __forceinline__ void add_slope(const Lines<kAlongKeys, kPairs>& lines, const uint32_t (&pairs)[2],
+                                            const Score& score) const {
+    const float slope = addend.slope;
+    with_distances(lines, pairs, [&](int h, int x, float distance) { score(h, x) -= slope * distance; });
+  }
+  // Calls body(h, x, how far a pair's query stands from its key).
+  template <bool kAlongKeys, int kPairs, class Body>
+  __device__ __forceinline__ void with_distances(const Lines<kAlongKeys, kPairs>& lines, const uint32_t (&pairs)[2],
+                                                 const Body& body) const {
+    const int32_t* const positions = addend.positions;
+    if (!kAlongKeys && positions) {
+      const uint32_t some = pairs[0] | pairs[1];
+#pragma unroll
+      for (int x = 0; x < kPairs; x++) {
+        const int at = (some >> x & 1 ? positions[lines.query(0, x)] : 0) - lines.j;
+#pragma unroll
+        for (int h = 0; h < 2; h++) body(h, x, fabsf(static_cast<float>(at - 8 * h)));
+      }
+      return;
+    }
+    const int off = addend.off;
+    int firsts[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = lines.query(h, 0);
+      firsts[h] = (!positions ? i + off : pairs[h] ? positions[i] : 0) - lines.key(h, 0);
+    }
+    lines.with_distances(firsts, body);
+  }
+
+  // `ask`, called, not inlined, where registers are full: pairs and bias lie in local memory. A few pairs at a time; a bias
+  // that is not there is 0.
+  template <bool kAlongKeys, int kPairs>
+  __device__ __noinline__ void call_ask(Lines<kAlongKeys, kPairs> lines, uint32_t (&pairs)[2],
+                                        float (&bias)[2][kPairs]) const {
+    const Acts acts = this->acts;
+    constexpr int kPart = min_(kPairs, 8);
+#pragma unroll 1
+    for (int x0 = 0; x0 < kPairs; x0 += kPart) {
+      const auto part = lines.template part<kPart>(x0);
+      const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
+      uint32_t left[2] = {named[0], named[1]};
+      float own[2][kPart] = {};
+      ask(acts, part, left, own);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        pairs[h] &= ~((named[h] & ~left[h]) << x0);
+#pragma unroll
+        for (int x = 0; x < kPart; x++) bias[h][x0 + x] = own[h][x];
+      }
+    }
+  }
+
+  // What dropout keeps of lines along queries. Query and key have bit 3 clear.
   template <int kPairs>
-  __device__ __forceinline__ void keep(const Line<false, kPairs>& line, uint32_t (&pairs)[2]) const {
+  __device__ __forceinline__ void keep(const Lines<false, kPairs>& lines, uint32_t (&pairs)[2]) const {
     pairs[0] = pairs[1] = ~0u;
-    if (!dropout.present()) return;
-    pairs[0] = pairs[1] = 0;
-#pragma unroll
-    for (int x = 0; x < kPairs; x += x % 2 ? 3 : 1) {  // 0 1 4 5 8 9 ..: the pair x + 2 is 8 queries further on
-      const uint32_t kept = this->kept(line.query(x), line.key(x));
-#pragma unroll
-      for (int h = 0; h < 2; h++) pairs[h] |= (kept >> h & 1) << x | (kept >> (h + 2) & 1) << (x + 2);
+    if (dropout.present()) {
+      const uint64_t both = call_keep<kPairs>(lines.i, lines.j);
+      pairs[0] = uint32_t(both), pairs[1] = uint32_t(both >> 32);
     }
   }
 
  private:
-  // Called, not inlined: its rounds at each of a tile's pairs take minutes to compile.
-  __device__ __noinline__ uint32_t kept(int i, int j) const { return dropout.kept(i, j); }
+  // Called, not inlined: its rounds at each of a tile's pairs take minutes to compile. The second line is in the upper half.
+  template <int kPairs>
+  __device__ __noinline__ uint64_t call_keep(int i, int j) const {
+    const Dropout<float> dropout = this->dropout;
+    uint32_t pairs[2] = {};
+#pragma unroll 1
+    for (int x = 0; x < kPairs; x += 4) {  // pairs x and x + 1, and x + 2 and x + 3, which are 8 queries further on
+      Philox words[2];
+      dropout.words(i + tile::column_step(x), j, 1, 0, words);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const uint32_t kept = dropout.kept(words[e]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) pairs[h] |= ((kept >> h & 1) | (kept >> (h + 2) & 1) << 2) << (x + e);
+      }
+    }
+    return uint64_t{pairs[1]} << 32 | pairs[0];
+  }
 };
 
 }  // namespace jax_flash2::cuda

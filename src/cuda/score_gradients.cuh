@@ -5,6 +5,7 @@
 
 #include "core/problem.h"
 #include "cuda/operands.cuh"
+#include "cuda/score.cuh"
 
 namespace jax_flash2::cuda {
 
@@ -34,29 +35,34 @@ struct ScoreGradients {
 
   __device__ __forceinline__ bool present() const { return bias_g || slopes_g; }
 
-  // Adds the gradients `ds` of a line's scores, of the pairs that `pairs` names, all others being 0. By whole warps: the
+  // Adds the gradients ds[h][x] of lines' scores, of the pairs that `pairs` names, all others being 0. By whole warps: the
   // lanes that share queries are those of equal lane % 4. queries: that exist.
   template <int kPairs>
-  __device__ __noinline__ void add(Line<false, kPairs> line, uint32_t pairs, const float* ds,
-                                   const Addend<float>& addend, int queries) const {
+  __device__ __noinline__ void add(Lines<false, kPairs> lines, const uint32_t (&pairs)[2], const float (&ds)[2][kPairs],
+                                   const Operands& operands, int queries) const {
     if (bias_g) {
+      float* const first = bias_g + lines.i * bias_row + lines.j * bias_col;
 #pragma unroll
-      for (int x = 0; x < kPairs; x++) {
-        float* const to = bias_g + line.place(x, bias_row, bias_col);
-        if (pairs >> x & 1 && bias_shared) atomicAdd(to, ds[x]);
-        if (pairs >> x & 1 && !bias_shared) *to = ds[x];  // this pair's own
+      for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int x = 0; x < kPairs; x++) {
+          float* const to = first + tile::column_step(x) * bias_row + 8 * h * bias_col;
+          if (pairs[h] >> x & 1 && bias_shared) atomicAdd(to, ds[h][x]);
+          if (pairs[h] >> x & 1 && !bias_shared) *to = ds[h][x];  // this pair's own
+        }
       }
     }
     if (!slopes_g) return;
-    float distance[kPairs];
-    find_distances(addend, line, pairs, distance);
+    float shares[kPairs] = {};
+    operands.with_distances(lines, pairs, [&](int h, int x, float distance) { shares[x] -= ds[h][x] * distance; });
 #pragma unroll
     for (int x = 0; x < kPairs; x++) {
-      float share = -ds[x] * distance[x];
+      float share = shares[x];
       share += __shfl_xor_sync(~0u, share, 4);
       share += __shfl_xor_sync(~0u, share, 8);
       share += __shfl_xor_sync(~0u, share, 16);
-      if (threadIdx.x % 32 < 4 && line.query(x) < queries) atomicAdd(slopes_g + line.query(x) * slopes_row, share);
+      const int i = lines.query(0, x);
+      if (threadIdx.x % 32 < 4 && i < queries) atomicAdd(slopes_g + i * slopes_row, share);
     }
   }
 };
@@ -69,25 +75,87 @@ struct BackwardOperands : Operands {
     Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
   }
 
-  // Of a line of pairs, of which `seen` names those that the mask leaves and `kept` those that dropout does: turns scores
-  // s(x) into probabilities, and dP into dS. power(score, x) is a probability before dropout; queries: that exist.
-  template <int kPairs, class Power, class Delta, class S, class Dp>
-  __device__ __forceinline__ void differentiate(const Line<false, kPairs>& line, uint32_t seen, uint32_t kept,
-                                                int queries, const Score<float>& score, const Power& power,
-                                                const Delta& delta, const S& s, const Dp& dp) const {
-    float sums[kPairs] = {};  // what operands add, then the gradient of the sum
-    if (adds) seen = sum(line, seen, sums);
-    const float scale = dropout.present() ? dropout.scale : 1.0f;
+  // Both turn what a lane has of lines step by step into P and dS. `seen` names the pairs that the mask leaves, and then
+  // those that operands do. Of the pairs x and x + 1 lses(x) is -lse, and deltas(x) delta; power(y) is e^y.
+
+  // Before dP is known: s(h, x) from dot products to probabilities before dropout. Not where scores are capped: dS asks for
+  // scores then. bias: what `ask` has said.
+  template <int kPairs, class Power, class Lse, class S>
+  __device__ __forceinline__ void probabilities(const Lines<false, kPairs>& lines, const uint32_t (&seen)[2],
+                                                const float (&bias)[2][kPairs], const Score<float>& score,
+                                                const Power& power, const Lse& lses, const S& s) const {
+    if (score.softcap != 0) return;
+    const Acts acts = this->acts;
+    const auto all = [&](const auto& act) {
 #pragma unroll
-    for (int x = 0; x < kPairs; x++) {
-      const float qk = s(x), factor = kept >> x & 1 ? scale : 0.0f;
-      const float probability = power(qk + sums[x], x), ds = probability * (dp(x) * factor - delta(x));
-      const bool left = seen >> x & 1;
-      s(x) = left ? probability * factor : 0.0f;
-      dp(x) = left ? ds * score.slope(qk) : 0.0f;
-      sums[x] = left ? ds : 0.0f;
+      for (int x = 0; x < 2 * kPairs; x++) act(x / kPairs, x % kPairs);
+    };
+    all([&](int h, int x) { s(h, x) = score.apply<Math, false>(s(h, x)); });
+    if (acts.bias()) all([&](int h, int x) { s(h, x) += bias[h][x]; });
+    if (acts.slope()) add_slope(lines, seen, s);
+    all([&](int h, int x) {
+      const float2 lse = lses(x & ~1);
+      s(h, x) = power(s(h, x) + (x % 2 ? lse.y : lse.x));
+    });
+  }
+
+  // Then s(h, x) to P, and dp(h, x) from dP to dS. `kept` names what dropout keeps; queries: that exist.
+  template <int kPairs, class Power, class Lse, class Delta, class S, class Dp>
+  __device__ __forceinline__ void differentiate(const Lines<false, kPairs>& lines, uint32_t (&seen)[2],
+                                                const uint32_t (&kept)[2], int queries, const Score<float>& score,
+                                                const Power& power, const Lse& lses, const Delta& deltas, const S& s,
+                                                const Dp& dp) const {
+    const auto all = [&](const auto& act) {
+#pragma unroll
+      for (int x = 0; x < 2 * kPairs; x++) act(x / kPairs, x % kPairs);
+    };
+    const auto drop = [&](const auto& y) {
+      if (dropout.present()) all([&](int h, int x) { y(h, x) *= kept[h] >> x & 1 ? dropout.scale : 0.0f; });
+    };
+    const auto keep_seen = [&](const auto& y) {
+      if (!lines.are_whole(seen)) all([&](int h, int x) { y(h, x) = seen[h] >> x & 1 ? y(h, x) : 0.0f; });
+    };
+    const auto add_gradients = [&](const auto& ds) {
+      if (!gradients.present()) return;
+      float own[2][kPairs];
+      uint32_t pairs[2] = {seen[0], seen[1]};
+      all([&](int h, int x) { own[h][x] = ds(h, x); });
+      gradients.add(lines, pairs, own, *this, queries);
+    };
+    const auto to_ds = [&](int h, int x, float probability) {
+      const float2 delta = deltas(x & ~1);
+      return probability * (dp(h, x) - (x % 2 ? delta.y : delta.x));
+    };
+    drop(dp);
+    if (score.softcap == 0) {
+      all([&](int h, int x) { dp(h, x) = to_ds(h, x, s(h, x)); });
+      drop(s), keep_seen(s), keep_seen(dp), add_gradients(dp);
+      return;
     }
-    if (gradients.present()) gradients.add(line, seen, sums, addend, queries);
+    const Acts acts = this->acts;
+    const auto to_p = [&](int h, int x, float capped, float added) {
+      const float2 lse = lses(x & ~1);
+      s(h, x) = power(capped + added + (x % 2 ? lse.y : lse.x));
+    };
+    if (!acts.ask() && !acts.slope()) {  // then nobody wants gradients
+      all([&](int h, int x) {
+        const float capped = score.apply<Math, true>(s(h, x));
+        to_p(h, x, capped, 0);
+        dp(h, x) = to_ds(h, x, s(h, x)) * score.slope<true>(capped);
+      });
+      drop(s), keep_seen(s), keep_seen(dp);
+      return;
+    }
+    float more[2][kPairs] = {};  // in local memory: what operands add, then the gradient of the sum
+    const auto more_at = [&](int h, int x) -> float& { return more[h][x]; };
+    if (acts.ask()) call_ask(lines, seen, more);
+    if (acts.slope()) add_slope(lines, seen, more_at);
+    all([&](int h, int x) {
+      const float capped = score.apply<Math, true>(s(h, x));
+      to_p(h, x, capped, more[h][x]);
+      more[h][x] = to_ds(h, x, s(h, x)), dp(h, x) = more[h][x] * score.slope<true>(capped);
+    });
+    drop(s), keep_seen(s), keep_seen(dp), keep_seen(more_at), add_gradients(more_at);
   }
 };
 

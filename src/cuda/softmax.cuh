@@ -11,11 +11,10 @@
 #include <cstdint>
 
 #include "cuda/ptx/math.cuh"
+#include "cuda/score.cuh"
 #include "cuda/tile/fragment.cuh"
 
 namespace jax_flash2::cuda {
-
-inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // The larger of a quad's values, and their sum, in all four lanes.
 __device__ __forceinline__ float quad_max(float x) {
@@ -26,13 +25,6 @@ __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
-
-// What Score::apply needs of a backend. tanh.approx is 2^-11 off, which a softcap of 50 would turn into 0.02.
-struct Math {
-  static __device__ __forceinline__ float tanh(float x) {
-    return 1.0f - 2.0f * ptx::rcp(1.0f + ptx::ex2(x * (2.0f * kLog2e)));
-  }
-};
 
 // What a row comes to.
 struct RowEnd {

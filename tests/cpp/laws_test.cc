@@ -188,8 +188,8 @@ static_assert(at_the_limit(kLongest, 1, 0, 1 - kLongest) && at_the_limit(1, kLon
 
 struct Math {
   template <class Real>
-  static JAX_FLASH2_HD Real tanh(Real x) {
-    return std::tanh(x);
+  static JAX_FLASH2_HD Real scaled_tanh(Real x, Real in, Real out) {
+    return out * std::tanh(in * x);
   }
 };
 
@@ -206,7 +206,7 @@ void check_score() {
     for (double cap : {0.0, 0.5, 30.0})
       for (double qk = -40; qk <= 40; qk += 0.37) {
         const Score<double> score{scale, cap};
-        const auto apply = [&](double x) { return score.apply<Math>(x, 0, 0); };
+        const auto apply = [&](double x) { return score.apply<Math>(x); };
         const double s = apply(qk), want = cap != 0 ? cap * std::tanh(scale * qk / cap) : scale * qk;
         expect(std::abs(s - want) <= 1e-12 * (1 + std::abs(want)), none, "score(%g) is %g, not %g", qk, s, want);
         const double step = 1e-5, slope = score.slope(s), risen = (apply(qk + step) - apply(qk - step)) / (2 * step);
@@ -254,13 +254,19 @@ void check_dropout() {
   const Philox zeros{0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48};
   const Philox ones{0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662};
   const Philox pi{0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A};
-  expect(same(Philox::block({0, 0, 0, 0}, 0, 0), zeros) &&
-             same(Philox::block({most, most, most, most}, most, most), ones) &&
-             same(Philox::block({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, 0xA4093822, 0x299F31D0), pi),
+  const auto block = [](Philox counter, uint32_t key0, uint32_t key1) {
+    Philox two[2] = {{1, 2, 3, 4}, counter};
+    Philox::blocks(two, key0, key1);
+    return two[1];
+  };
+  expect(same(block({0, 0, 0, 0}, 0, 0), zeros) && same(block({most, most, most, most}, most, most), ones) &&
+             same(block({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, 0xA4093822, 0x299F31D0), pi),
          {}, "Philox");
   const uint32_t seed[2] = {7, 8};
-  const Philox block = Philox::block({17, 34, 0, 0}, 7, 8);
-  const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+  Philox several[3];  // the last one of them
+  Dropout<float>::make(0.5, seed).words(17 - 4, 34 - 2, 2, 1, several);
+  expect(same(several[2], block({17, 34, 0, 0}, 7, 8)), {}, "words");
+  const uint32_t words[4] = {several[2].x, several[2].y, several[2].z, several[2].w};
   for (int x = 0; x < 4; x++)
     for (double rate : {0.1, 0.5, 0.9, 1 - 1e-12, words[x] * 0x1p-32, (words[x] + 1.0) * 0x1p-32}) {
       const auto dropout = Dropout<double>::make(rate, seed);
@@ -473,7 +479,7 @@ __global__ void read_laws(Problem p, int* ints, float* floats) {
   const Range ranges[4] = {m.keys(threadIdx.x), m.queries(threadIdx.x), m.live_queries(), m.live_keys()};
   ints[threadIdx.x] = k.begin + k.full_begin + k.full_end + k.end + q.begin + q.full_begin + q.full_end + q.end;
   for (const Range& r : ranges) ints[threadIdx.x] += r.begin + r.end + m.visible(r.begin, r.end);
-  const float s = p.score<float>(b, 0).apply<Math>(floats[threadIdx.x], 0, 0);
+  const float s = p.score<float>(b, 0).apply<Math>(floats[threadIdx.x]);
   floats[threadIdx.x] = s * p.score<float>(b, 0).slope(s);
   floats[threadIdx.x] += p.addend<float>(b, 0, m).at(0, 0) * p.dropout<float>(b, 0).factor(0, 0);
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <random>
+#include <utility>
 #include <vector>
 
 // What device code asks of its compiler and of the hardware: other lanes have nothing to add.
@@ -13,7 +14,6 @@ static struct {
   unsigned x = 0;
 } threadIdx;
 static float __shfl_xor_sync(unsigned, float, int) { return 0; }
-static int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 static void atomicAdd(float* to, float x) { *to += x; }
 
 #include "cuda/score_gradients.cuh"
@@ -56,7 +56,6 @@ struct Arrays {
 Operands operands_of(const Arrays& a, int which) {
   Operands o{};
   Addend<float>& to = o.addend;
-  o.adds = true;
   switch (which % 5) {
     case 1: to.bias = a.bias64.data(), to.bias_dtype = DType::kF64; break;
     case 2: to.bias = a.bias32.data(), to.bias_dtype = DType::kF32; break;
@@ -72,62 +71,85 @@ Operands operands_of(const Arrays& a, int which) {
     const uint32_t seed[2] = {12, 34};
     o.dropout = Dropout<float>::make(0.3, seed);
   }
+  o.note_acts();
   return o;
 }
 constexpr int kCases = 640;
 
 template <bool kAlongKeys, int kPairs>
-void check_add(const Operands& o, Line<kAlongKeys, kPairs> line, uint32_t pairs) {
-  float scores[kPairs], sums[kPairs];
-  for (int x = 0; x < kPairs; x++) scores[x] = 0.5f * x;
-  const uint32_t left = o.add(line, pairs, [&](int x) -> float& { return scores[x]; });
-  expect(o.sum(line, pairs, sums) == left, "what is left twice", line.i, line.j);
-  for (int x = 0; x < kPairs; x++) {
-    const int i = line.query(x), j = line.key(x);
-    expect(i == line.i + (kAlongKeys ? 0 : x / 2 * 8 + x % 2) && j == line.j + (kAlongKeys ? x / 2 * 8 + x % 2 : 0),
-           "the place", i, j);
-    const bool named = pairs >> x & 1;
-    const float added = named ? o.addend.at(i, j) : -INFINITY;
-    expect((left >> x & 1) == (added != -INFINITY), "what is left", i, j);
-    if (added == -INFINITY) continue;
-    expect(close(scores[x], 0.5f * x + added) && close(sums[x], added), "the sum", i, j);
+void check_add(const Operands& o, Lines<kAlongKeys, kPairs> lines, const uint32_t (&pairs)[2]) {
+  uint32_t left[2] = {pairs[0], pairs[1]}, who[2] = {pairs[0], pairs[1]}, called[2] = {pairs[0], pairs[1]};
+  uint32_t late[2] = {pairs[0], pairs[1]};
+  float bias[2][kPairs] = {}, called_bias[2][kPairs];
+  o.ask(o.acts, lines, left, bias), o.ask_who(o.acts, lines, who), o.call_ask(lines, called, called_bias);
+  float slopes[2][kPairs] = {}, later[2][kPairs] = {};
+  o.ask_who(o.acts, lines, late);
+  if (o.acts.bias()) o.add_bias<8>(lines, late, [&](int h, int x) -> float& { return later[h][x]; });
+  if (o.acts.slope()) o.add_slope(lines, pairs, [&](int h, int x) -> float& { return slopes[h][x]; });
+  for (int h = 0; h < 2; h++) {
+    for (int x = 0; x < kPairs; x++) {
+      const int i = lines.query(h, x), j = lines.key(h, x), step = x / 2 * 8 + x % 2;
+      expect(i == lines.i + (kAlongKeys ? 8 * h : step) && j == lines.j + (kAlongKeys ? step : 8 * h), "the place", i,
+             j);
+      const bool named = pairs[h] >> x & 1;
+      const float added = named ? o.addend.at(i, j) : -INFINITY;
+      expect((left[h] >> x & 1) == (added != -INFINITY), "what is left", i, j);
+      expect((called[h] >> x & 1) == (added != -INFINITY), "what is left by a call", i, j);
+      expect((late[h] >> x & 1) == (added != -INFINITY), "what is left later", i, j);
+      expect((who[h] >> x & 1) == (named && o.addend.keeps(i, j)), "who is left", i, j);
+      if (added == -INFINITY) continue;
+      expect(close(bias[h][x] + slopes[h][x], added), "the sum", i, j);
+      expect(close(later[h][x] + slopes[h][x], added), "the sum later", i, j);
+      expect(close(called_bias[h][x] + slopes[h][x], added), "the sum by a call", i, j);
+    }
   }
 }
 
 template <int kPairs>
-void check_differentiate(const Operands& o, Line<false, kPairs> line, uint32_t seen, bool shared,
-                         std::mt19937& random) {
-  static_assert(kPairs <= 32);
-  uint32_t kept[2];
-  o.keep(line, kept);
-  std::vector<float> bias(T * S, 0.0f), slopes(T, 0.0f);
+void check_differentiate(const Operands& o, Lines<false, kPairs> lines, const uint32_t (&pairs)[2], bool shared,
+                         float softcap, std::mt19937& random) {
+  uint32_t kept[2], seen[2] = {pairs[0], pairs[1]};
+  o.keep(lines, kept);
+  std::vector<float> grads(T * S, 0.0f), slopes(T, 0.0f);
   BackwardOperands b{};
   static_cast<Operands&>(b) = o;
-  b.gradients = {bias.data(), shared ? 0 : S, shared ? 0 : 1, shared, o.addend.sloped ? slopes.data() : nullptr, 1};
-  const Score<float> score{0.5f, 3.0f};
-  float s[kPairs], dp[kPairs], old_s[kPairs], old_dp[kPairs], total = 0;
+  float* const bias_g = o.addend.bias ? grads.data() : nullptr;
+  b.gradients = {bias_g, shared ? 0 : S, shared ? 0 : 1, shared, o.addend.sloped ? slopes.data() : nullptr, 1};
+  const Score<float> score{0.5f, softcap};
+  float s[2][kPairs], dp[2][kPairs], bias[2][kPairs], total = 0;
+  float old_s[2][kPairs], old_dp[2][kPairs];
   for (int h = 0; h < 2; h++) {
-    const Line<false, kPairs> own{line.i, line.j + 8 * h};
-    for (int x = 0; x < kPairs; x++)
-      old_s[x] = s[x] = random() % 100 / 50.0f, old_dp[x] = dp[x] = random() % 100 / 50.0f;
-    b.differentiate(
-        own, seen, kept[h], T, score, [](float y, int x) { return std::exp(y - 0.1f * x); },
-        [](int x) { return 0.2f * x; }, [&](int x) -> float& { return s[x]; }, [&](int x) -> float& { return dp[x]; });
     for (int x = 0; x < kPairs; x++) {
-      const int i = own.query(x), j = own.key(x);
-      const float added = seen >> x & 1 ? o.adds ? o.addend.at(i, j) : 0 : -INFINITY, factor = o.dropout.factor(i, j);
+      s[h][x] = old_s[h][x] = random() % 100 / 50.0f, dp[h][x] = old_dp[h][x] = random() % 100 / 50.0f;
+    }
+  }
+  const auto power = [](float y) { return std::exp(y); };
+  const auto lses = [](int x) { return float2{-0.1f * x, -0.1f * (x + 1)}; };
+  const auto s_at = [&](int h, int x) -> float& { return s[h][x]; };
+  if (softcap == 0) b.ask(b.acts, lines, seen, bias);
+  b.probabilities(lines, seen, bias, score, power, lses, s_at);
+  b.differentiate(
+      lines, seen, kept, T, score, power, lses, [](int x) { return float2{0.2f * x, 0.2f * (x + 1)}; }, s_at,
+      [&](int h, int x) -> float& { return dp[h][x]; });
+  for (int h = 0; h < 2; h++) {
+    for (int x = 0; x < kPairs; x++) {
+      const int i = lines.query(h, x), j = lines.key(h, x);
+      const float added = pairs[h] >> x & 1 ? o.addend.at(i, j) : -INFINITY, factor = o.dropout.factor(i, j);
       expect((kept[h] >> x & 1) == (factor != 0), "what dropout keeps", i, j);
       const bool left = added != -INFINITY;
-      const float probability = left ? std::exp(old_s[x] + added - 0.1f * x) : 0;
-      const float ds = left ? probability * (old_dp[x] * factor - 0.2f * x) : 0;
-      expect(close(s[x], probability * factor), "the probability", i, j);
-      expect(close(dp[x], ds * score.slope(old_s[x])), "the score's gradient", i, j);
-      if (!shared) expect(close(bias[i * S + j], ds), "the bias's gradient", i, j);
+      const float qk = 0.5f * old_s[h][x], capped = softcap != 0 ? softcap * std::tanh(qk / softcap) : qk;
+      const float probability = left ? std::exp(capped + added - 0.1f * x) : 0;
+      const float ds = left ? probability * (old_dp[h][x] * factor - 0.2f * x) : 0;
+      expect(close(s[h][x], probability * factor), "the probability", i, j);
+      expect(close(dp[h][x], ds * score.slope(capped)), "the score's gradient", i, j);
+      if (bias_g && !shared) expect(close(grads[i * S + j], ds), "the bias's gradient", i, j);
       total += ds;
       if (o.addend.sloped && left) slopes[i] += ds * o.addend.distance(i, j);  // which it has subtracted
     }
   }
-  if (shared) expect(std::fabs(bias[0] - total) <= 1e-3f * (1 + std::fabs(total)), "the sum of a shared bias", 0, 0);
+  if (bias_g && shared) {
+    expect(std::fabs(grads[0] - total) <= 1e-3f * (1 + std::fabs(total)), "the sum of a shared bias", 0, 0);
+  }
   for (int i = 0; i < T; i++) expect(std::fabs(slopes[i]) < 1e-2f, "the slope's gradient", i, 0);
 }
 
@@ -142,12 +164,22 @@ int main() {
     const Operands o = operands_of(arrays, which);
     const uint32_t all = ~0u, some = uint32_t(random());
     const int i = int(random() % 5) * 16 + int(random() % 4) * 2, j = int(random() % 2) * 16 + int(random() % 4) * 2;
-    for (const uint32_t pairs : {all, some, 0u}) {
-      check_add(o, Line<true, 16>{i, j}, pairs & 0xffff), check_add(o, Line<true, 32>{i, j}, pairs);
-      check_add(o, Line<false, 8>{i, j}, pairs & 0xff);
-      if (i < 16) check_add(o, Line<false, 16>{i, j}, pairs & 0xffff);
-      check_differentiate(o, Line<false, 4>{i, j}, pairs & 0xf, which % 3 == 0, random);
-      if (i < 16) check_differentiate(o, Line<false, 16>{i, j}, pairs & 0xffff, which % 3 == 1, random);
+    for (const auto& [first, second] : {std::pair{all, all}, {some, ~some}, {all, 0u}, {0u, 0u}}) {
+      const auto of = [&, first, second](uint32_t bits, const auto& check) {
+        const uint32_t pairs[2] = {first & bits, second & bits};
+        check(pairs);
+      };
+      of(0xffff, [&](auto& pairs) { check_add(o, Lines<true, 16>{i, j}, pairs); });
+      of(~0u, [&](auto& pairs) { check_add(o, Lines<true, 32>{i, j}, pairs); });
+      of(0xff, [&](auto& pairs) { check_add(o, Lines<false, 8>{i, j}, pairs); });
+      if (i < 16) of(0xffff, [&](auto& pairs) { check_add(o, Lines<false, 16>{i, j}, pairs); });
+      for (const float cap : {0.0f, 3.0f}) {
+        of(0xf,
+           [&](auto& pairs) { check_differentiate(o, Lines<false, 4>{i, j}, pairs, which % 3 == 0, cap, random); });
+        if (i >= 16) continue;
+        of(0xffff,
+           [&](auto& pairs) { check_differentiate(o, Lines<false, 16>{i, j}, pairs, which % 3 == 1, cap, random); });
+      }
     }
   }
   std::printf("%ld checks, %ld failed\n", checks, failures);

@@ -181,7 +181,8 @@ void test_store(int cols) {
 __global__ void math_kernel(const float* in, float* out) {
   const int i = threadIdx.x;
   const float x = in[i];
-  out[i] = ptx::ex2(x), out[128 + i] = ptx::lg2(fabsf(x)), out[256 + i] = ptx::rcp(x), out[384 + i] = Math::tanh(x);
+  out[i] = ptx::ex2(x), out[128 + i] = ptx::lg2(fabsf(x)), out[256 + i] = ptx::rcp(x),
+  out[384 + i] = Math::scaled_tanh(x, 1, 1);
   out[512 + i] = __uint_as_float(ptx::cvt_x2<bf16>(x, -x)), out[640 + i] = __uint_as_float(ptx::cvt_x2<f16>(x, -x));
   out[768 + i] = quad_max(x), out[896 + i] = quad_sum(x);
   if (i < 32) out[1024 + i] = 0;

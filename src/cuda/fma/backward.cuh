@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, BackwardConfig<kHeadDim>::kBlocksPer
             const int r_e = r + e / 2, c_e = c + e % 2, at = lane.at(r_e, c_e);
             const int i = query_at(other0, r_e, c_e), j = key_at(other0, r_e, c_e);
             const float added = pairs.added(i, j, seen[e / 2].has(other0 + lane.col(c_e)));
-            const float score = pairs.score.template apply<Math>(ds_s[at], i, j);
+            const float score = pairs.score.template apply<Math>(ds_s[at]);
             const bool visible = added != -INFINITY;
             float factor = 1;
             if (pairs.dropout.present()) {

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
           float& x = p_s[lane.at(r + e / 2, c + e % 2)];
           const float added = pairs.added(i, j, seen[e / 2].has(j));
           // Selected, not added: a NaN of a key that the row does not see.
-          x = added == -INFINITY ? added : pairs.score.template apply<Math>(x, i, j) + added;
+          x = added == -INFINITY ? added : pairs.score.template apply<Math>(x) + added;
         }
       });
       load_elements(s, p_s, lane);

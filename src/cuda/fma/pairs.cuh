@@ -18,7 +18,7 @@ __device__ __forceinline__ float power(float x) { return ptx::ex2(x * 1.44269504
 
 // What Score::apply needs of a backend, with the accuracy of float32.
 struct Math {
-  static __device__ __forceinline__ float tanh(float x) { return tanhf(x); }
+  static __device__ __forceinline__ float scaled_tanh(float x, float in, float out) { return out * tanhf(in * x); }
 };
 
 // The operands of one (batch row, query head).
@@ -33,7 +33,7 @@ struct Pairs : Operands {
 
   // What operands add to the score of a pair that the mask keeps or not; -inf: the pair is removed.
   __device__ __forceinline__ float added(int i, int j, bool visible) const {
-    return !visible ? -INFINITY : adds ? addend.at(i, j) : 0.0f;
+    return !visible ? -INFINITY : acts.bits ? addend.at(i, j) : 0.0f;
   }
 };
 

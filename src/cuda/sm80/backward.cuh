@@ -283,28 +283,24 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
           }
         }
       } else {
-        using Pairs = Line<false, 4 * kSubBlocks>;
+        using Pairs = Lines<false, 4 * kSubBlocks>;
 #pragma unroll
         for (int i = 0; i < kKeyBlocks; i++) {
           const int query = i0 + column0, key = j0 + warp_k * Config::kTile.warp_keys() + i * 16 + lane / 4;
-          uint32_t kept[2];
-          operands_s->keep(Pairs{query, key}, kept);
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const auto statistic = [&](int x, int from) {  // -lse, natural, or delta
-              return ptx::ld_shared_f32(statistics_s + (from + column0 + tile::column_step(x)) * 4);
-            };
-            const auto score_at = [&](int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
-#pragma unroll
-            for (int x = 0; x < 4 * kSubBlocks; x++) {
-              score_at(x) = score.apply<Math>(score_at(x), query + tile::column_step(x), key + 8 * h);
-            }
-            operands_s->differentiate(
-                Pairs{query, key + 8 * h}, tile::column_bits(seen(i, h)), kept[h], p.T, score,
-                [&](float y, int x) { return ptx::ex2((y + statistic(x, 0)) * kLog2e); },
-                [&](int x) { return statistic(x, Config::kTile.queries); }, score_at,
-                [&](int x) -> float& { return dp[i][x / 2][2 * h + x % 2]; });
-          }
+          const Pairs lines{query, key};
+          const auto statistics = [&](int x, int from) {  // -lse, natural, or delta
+            return ptx::ld_shared_v2_f32(statistics_s + (from + column0 + tile::column_step(x)) * 4);
+          };
+          const auto lses = [&](int x) { return statistics(x, 0); };
+          const auto score_at = [&](int h, int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
+          uint32_t kept[2], left[2] = {tile::column_bits(seen(i, 0)), tile::column_bits(seen(i, 1))};
+          float bias[2][4 * kSubBlocks];
+          operands_s->keep(lines, kept);
+          if (score.softcap == 0 && operands_s->acts.ask()) operands_s->call_ask(lines, left, bias);
+          operands_s->probabilities(lines, left, bias, score, Power{}, lses, score_at);
+          operands_s->differentiate(
+              lines, left, kept, p.T, score, Power{}, lses, [&](int x) { return statistics(x, Config::kTile.queries); },
+              score_at, [&](int h, int x) -> float& { return dp[i][x / 2][2 * h + x % 2]; });
         }
       }
 #pragma unroll

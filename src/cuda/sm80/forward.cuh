@@ -166,23 +166,28 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     if constexpr (!kPlain) {
 #pragma unroll
       for (int i = kFirst; i < kRowBlocks; i++) {
+        apply(score, s[i]);
+        constexpr int kPairs = kCols8 * 2;
+        const Lines<true, kPairs> lines{row0 + block_row(i) + lane / 4, column0};
+        const auto at = [&](int h, int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
+        const Acts acts = operands_s->acts;
+        if (acts.ask()) {
+          uint32_t left[2];
+          float bias[2][kPairs];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int row = row0 + block_row(i) + lane / 4 + h * 8;
-          const auto at = [&](int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
-#pragma unroll
-          for (int x = 0; x < kCols8 * 2; x++) {
-            at(x) = score.apply<Math>(at(x), row, column0 + tile::column_step(x));
+          for (int h = 0; h < 2; h++) {
+            const Range keys = mask().keys(lines.query(h, 0));
+            left[h] = tile::column_bits({keys.begin - column0, keys.end - column0});
           }
-          if (operands_s->adds) {
-            const Range keys = mask().keys(row);
-            const uint32_t seen = tile::column_bits({keys.begin - column0, keys.end - column0});
-            float sums[kCols8 * 2];
-            const uint32_t left = operands_s->sum(Line<true, kCols8 * 2>{row, column0}, seen, sums);
+          operands_s->call_ask(lines, left, bias);
 #pragma unroll
-            for (int x = 0; x < kCols8 * 2; x++) at(x) = left >> x & 1 ? at(x) + sums[x] : -INFINITY;
+          for (int x = 0; x < 2 * kPairs; x++) {
+            float& y = at(x / kPairs, x % kPairs);
+            y = left[x / kPairs] >> x % kPairs & 1 ? y + bias[x / kPairs][x % kPairs] : -INFINITY;
           }
         }
+        const uint32_t rows_that_exist[2] = {lines.query(0, 0) < p.T ? ~0u : 0, lines.query(1, 0) < p.T ? ~0u : 0};
+        if (acts.slope()) operands_s->add_slope(lines, rows_that_exist, at);
       }
     }
     if constexpr (kMasked) {
@@ -267,7 +272,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
       if (!mask().live_queries().has(row))
         end = {0, -INFINITY};  // a tile that is full for its live rows gave this one keys too
       end = with_sink(end, sink(row));
-      inverse[h] = end.inverse;
+      inverse[h] = end.inverse * (drops ? operands_s->dropout.scale : 1.0f);
       if (lane % 4 == 0 && row < p.T) lse_g[row * p.lse.row] = end.lse;
     }
 #pragma unroll

@@ -107,7 +107,7 @@ Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaS
   return {error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
 }
 
-template <class Config, class Element>
+template <class Config, class Element, Body kBody>
 Status backward_with(const Problem& p, cudaStream_t stream) {
   if (p.spec.deterministic && !p.order.present()) return {"a deterministic backward needs its order workspace"};
   BackwardSchedule schedule{};
@@ -126,11 +126,7 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
     if (const Status s = delta<Element>(p, split, stream); !s.ok()) return s;
   }
   if (p.S > 0) {
-    const Body body = p.body();
-    const Status s = body == Body::kPlain   ? launch_backward<Config, Element, Body::kPlain>(p, schedule, stream)
-                     : body == Body::kSpans ? launch_backward<Config, Element, Body::kSpans>(p, schedule, stream)
-                                            : launch_backward<Config, Element, Body::kGeneral>(p, schedule, stream);
-    if (!s.ok()) return s;
+    if (const Status s = launch_backward<Config, Element, kBody>(p, schedule, stream); !s.ok()) return s;
   }
   if (split) {
     if (const Status s = convert<Element, Gradient::kKey>(p, stream); !s.ok()) return s;
@@ -144,7 +140,12 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
 template <class Element, int kHeadDim, int kValueDim = kHeadDim>
 Status backward(const Problem& p, cudaStream_t stream) {
   if (p.B == 0 || p.N == 0) return {};
-  return backward_with<BackwardConfig<kHeadDim, kValueDim>, Element>(p, stream);
+  using Config = BackwardConfig<kHeadDim, kValueDim>;
+  switch (p.body()) {
+    case Body::kPlain: return backward_with<Config, Element, Body::kPlain>(p, stream);
+    case Body::kSpans: return backward_with<Config, Element, Body::kSpans>(p, stream);
+    default: return backward_with<RoomyBackwardConfig<kHeadDim, kValueDim>, Element, Body::kGeneral>(p, stream);
+  }
 }
 
 }  // namespace jax_flash2::cuda::sm90

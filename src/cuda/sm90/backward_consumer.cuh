@@ -33,40 +33,43 @@ struct Seen {
       bits[h] = tile::column_bits({queries.begin - query, queries.end - query});
     }
   }
-  // Without the pairs that operands remove.
-  __device__ __forceinline__ void keep(const Addend<float>& pairs, int key, int query) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      bits[h] = tile::columns_left(bits[h], query, [&](int i) { return pairs.keeps(i, key + 8 * h); });
-    }
-  }
 };
 
 // What a lane has of a step's scores, transposed, of the keys and queries of a Seen. `statistics` is where the first
 // query's stand in shared memory: -lse, see feed_statistics, and kToDelta further on delta.
 template <bool kPlain, bool kMasked, int kCols8, int kToDelta>
 struct Scores {
+  using Pairs = Lines<false, 2 * kCols8>;
+
   const Score<float>& score;
-  const Seen& seen;
+  Seen& seen;
   int key, query;
   uint32_t statistics;
   const BackwardOperands& operands;  // of the general body
   int queries;                       // that exist
+  float bias[2][kPlain ? 1 : 2 * kCols8];
 
-  // P from products; in the general body scores, for dS asks for them.
+  // Of the general body, before the products are there.
+  __device__ __forceinline__ void look() {
+    if (score.softcap == 0) operands.ask(operands.acts, Pairs{query, key}, seen.bits, bias);
+  }
+
+  // P from products; in the general body before dropout, and not where dS asks for scores.
   __device__ __forceinline__ void probabilities(float (&s)[kCols8][4], float scale_log2) const {
+    if constexpr (kPlain) {
 #pragma unroll
-    for (int j = 0; j < kCols8; j++) {
-      const float2 lse = lses(j);
+      for (int j = 0; j < kCols8; j++) {
+        const float2 lse = lses(j);
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if constexpr (kPlain) {
+        for (int e = 0; e < 4; e++) {
           s[j][e] = ptx::ex2(fmaf(s[j][e], scale_log2, e % 2 ? lse.y : lse.x));
           if (!is_seen(j, e)) s[j][e] = 0;
-        } else {
-          s[j][e] = score.template apply<Math>(s[j][e], query_of(j, e), key_of(e));
         }
       }
+    } else {
+      operands.probabilities(
+          Pairs{query, key}, seen.bits, bias, score, Power{}, [&](int x) { return lses(x / 2); },
+          [&](int h, int x) -> float& { return s[x / 2][2 * h + x % 2]; });
     }
   }
 
@@ -75,7 +78,7 @@ struct Scores {
     if constexpr (kPlain) {
 #pragma unroll
       for (int j = 0; j < kCols8; j++) {
-        const float2 delta = ptx::ld_shared_v2_f32(statistics + kToDelta + j * 32);
+        const float2 delta = deltas(j);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
@@ -83,20 +86,12 @@ struct Scores {
         }
       }
     } else {
-      using Pairs = Line<false, 2 * kCols8>;
       uint32_t kept[2];
       operands.keep(Pairs{query, key}, kept);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const auto statistic = [&](int x, int from) {
-          return ptx::ld_shared_f32(statistics + from + tile::column_step(x) * 4);
-        };
-        operands.differentiate(
-            Pairs{query, key + 8 * h}, seen.bits[h], kept[h], queries, score,
-            [&](float y, int x) { return ptx::ex2((y + statistic(x, 0)) * kLog2e); },
-            [&](int x) { return statistic(x, kToDelta); }, [&](int x) -> float& { return s[x / 2][2 * h + x % 2]; },
-            [&](int x) -> float& { return dp[x / 2][2 * h + x % 2]; });
-      }
+      operands.differentiate(
+          Pairs{query, key}, seen.bits, kept, queries, score, Power{}, [&](int x) { return lses(x / 2); },
+          [&](int x) { return deltas(x / 2); }, [&](int h, int x) -> float& { return s[x / 2][2 * h + x % 2]; },
+          [&](int h, int x) -> float& { return dp[x / 2][2 * h + x % 2]; });
     }
   }
 
@@ -104,9 +99,10 @@ struct Scores {
   __device__ __forceinline__ bool is_seen(int j, int e) const {
     return !kMasked || (seen.bits[e / 2] >> (2 * j + e % 2) & 1);
   }
-  __device__ __forceinline__ int query_of(int j, int e) const { return query + 8 * j + e % 2; }
-  __device__ __forceinline__ int key_of(int e) const { return key + e / 2 * 8; }
   __device__ __forceinline__ float2 lses(int j) const { return ptx::ld_shared_v2_f32(statistics + j * 32); }
+  __device__ __forceinline__ float2 deltas(int j) const {
+    return ptx::ld_shared_v2_f32(statistics + kToDelta + j * 32);
+  }
 };
 
 // What a kind of tile starts from.
@@ -168,7 +164,7 @@ struct BackwardConsumer {
     if constexpr (kBody == Body::kPlain) return Seen(plans.mask(p), key, query);
     const BackwardOperands& known = operands();
     Seen seen(known.mask, key, query);
-    if (kBody == Body::kSpans && !known.mask.exact) seen.keep(known.addend, key, query);
+    if (kBody == Body::kSpans) known.ask_who(known.acts, Lines<false, kTile.own_queries() / 4>{query, key}, seen.bits);
     return seen;
   }
 

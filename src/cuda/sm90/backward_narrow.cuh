@@ -88,6 +88,20 @@ struct NarrowTile : BackwardConsumer<Config> {
       ptx::Wgmma<Element, kQueries>::template ss<Major::kK>(s, k_operand.step(k), q_operand.step(k, q_stage), k > 0);
     }
     ptx::wgmma_commit_group();
+    Scores<kPlain, kMasked, kCols8, kQueries * 4> scores{
+        score,
+        seen,
+        key(),
+        query(),
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8,
+        this->operands(),
+        p.T};
+    if constexpr (!kPlain) {
+      scores.look();
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+      scores.probabilities(s, scale_log2);
+    }
     dout_ring().wait_full();
     if constexpr (kMasked)
       clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -99,19 +113,12 @@ struct NarrowTile : BackwardConsumer<Config> {
                                                             k > 0);
     }
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
-    ptx::pin(s);
-
-    if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key(), query());
-    const Scores<kPlain, kMasked, kCols8, kQueries * 4> scores{
-        score,
-        seen,
-        key(),
-        query(),
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8,
-        this->operands(),
-        p.T};
-    scores.probabilities(s, scale_log2);
+    if constexpr (kPlain) {
+      ptx::wgmma_wait_group<1>();
+      ptx::pin(s);
+      if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key(), query());
+      scores.probabilities(s, scale_log2);
+    }
     uint32_t p_r[kCols8 / 2][4], ds_r[kCols8 / 2][4];
     constexpr bool kEarly =
         kPlain && (kCols8 < 16 || !kMasked);  // else there are no registers for P beside its float32
@@ -166,7 +173,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     for (int c = 0; c < kCols8 / 2; c++) tile::convert_c_to_a<Element>(to[c], x[2 * c], x[2 * c + 1]);
   }
 
-  // dQ = dS^T K, of which this warpgroup has kDqCols columns, and dK += dS Q, under dV += P dO.
+  // dQ = dS^T K, of which this warpgroup has kDqCols columns, perhaps none, and dK += dS Q, under dV += P dO.
   template <bool kMasked, int kDqCols>
   __device__ __forceinline__ void multiply_ds(uint32_t shared, uint32_t thread, int i0, uint32_t (&p_r)[kCols8 / 2][4],
                                               uint32_t (&ds_r)[kCols8 / 2][4]) {
@@ -183,13 +190,15 @@ struct NarrowTile : BackwardConsumer<Config> {
     const int dq_row = kTile.dq_by_rows() ? group * 64 + warp * 16 : warp * 16;
     const uint32_t dq_s = shared + Shared::kDq +
                           (kTile.dq_by_rows() ? dq_row * p.D : group * 64 * kTile.dq_cols(0) + dq_row * kDqCols) * 4;
-    float dq[kDqCols / 8][4];
+    float dq[max_(kDqCols, 8) / 8][4];
     ptx::pin(dq);
     ptx::wgmma_fence();
+    if constexpr (kDqCols > 0) {
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; k++) {
-      ptx::Wgmma<Element, kDqCols>::template ss<Major::kMN>(dq, ds_operand.step(k, ds_stage), k_cols_operand.step(k),
-                                                            k > 0);
+      for (int k = 0; k < kKeys / 16; k++) {
+        ptx::Wgmma<Element, kDqCols>::template ss<Major::kMN>(dq, ds_operand.step(k, ds_stage), k_cols_operand.step(k),
+                                                              k > 0);
+      }
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();

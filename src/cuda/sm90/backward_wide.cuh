@@ -95,6 +95,20 @@ struct WideTile : BackwardConsumer<Config> {
       ptx::Wgmma<Element, kOwn>::template ss<Major::kK>(s, k_operand.step(k), q_operand.step(k, q_stage), k > 0);
     }
     ptx::wgmma_commit_group();
+    Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores{
+        score,
+        seen,
+        key,
+        query,
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8,
+        this->operands(),
+        p.T};
+    if constexpr (!kPlain) {
+      scores.look();
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+      scores.probabilities(s, scale_log2);
+    }
     dout_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<DoutTile>(shared + Shared::kDout + dout_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -108,19 +122,12 @@ struct WideTile : BackwardConsumer<Config> {
     if constexpr (kLate) {
       if (is_late) send_dq(late, late_row);
     }
-    ptx::wgmma_wait_group<1>();
-    ptx::pin(s);
-
-    if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key, query);
-    const Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores{
-        score,
-        seen,
-        key,
-        query,
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8,
-        this->operands(),
-        p.T};
-    scores.probabilities(s, scale_log2);
+    if constexpr (kPlain) {
+      ptx::wgmma_wait_group<1>();
+      ptx::pin(s);
+      if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key, query);
+      scores.probabilities(s, scale_log2);
+    }
     ptx::wgmma_wait_group<0>();
     ptx::pin(dp);
     scores.gradients(s, dp);

@@ -57,12 +57,12 @@ struct ForwardConfig<256, 256> {
       .head_dim = 256, .value_dim = 256, .consumers = 2, .keys = 64, .stages = 2, .q_buffers = 1, .ping_pong = false};
 };
 
-// For what acts on scores: as few consumers as there are, which have the most registers each.
+// For what acts on scores: few consumers, which have the more registers each.
 template <int kHeadDim, int kValueDim>
 struct RoomyConfig {
   static constexpr ForwardTile kTile = [] {
     ForwardTile tile = ForwardConfig<kHeadDim, kValueDim>::kTile;
-    tile.consumers = 2;
+    tile.consumers = kHeadDim == 64 ? 3 : 2;
     return tile;
   }();
 };

@@ -27,6 +27,9 @@ struct BackwardTile {
   constexpr int producer_registers() const { return 40; }
   constexpr int consumer_registers() const { return 232; }
 
+  // Queries of which a warpgroup works out P and dS.
+  constexpr int own_queries() const { return wide ? queries / kConsumers : queries; }
+
   // Columns of dK, and of dV, that a warpgroup has; they are whole panels of shared memory.
   constexpr int key_cols() const { return wide ? head_dim / 2 : head_dim; }
   constexpr int value_cols() const { return wide ? value_dim / 2 : value_dim; }
@@ -68,6 +71,16 @@ template <>
 struct BackwardConfig<256, 256> {
   static constexpr BackwardTile kTile{
       .head_dim = 256, .value_dim = 256, .queries = 64, .wide = true, .dout_buffers = 1, .dq_rounds = 2};
+};
+
+// For what acts on scores: no more queries than leave registers to work it out.
+template <int kHeadDim, int kValueDim>
+struct RoomyBackwardConfig {
+  static constexpr BackwardTile kTile = [] {
+    BackwardTile tile = BackwardConfig<kHeadDim, kValueDim>::kTile;
+    tile.queries = 64;
+    return tile;
+  }();
 };
 
 }  // namespace jax_flash2::cuda::sm90

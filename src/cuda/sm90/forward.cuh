@@ -74,19 +74,12 @@ Status forward(const Problem& p, cudaStream_t stream) {
     return forward_with<Roomy, Element, Body::kGeneral>(p, cut, stream);
   }
   if (const Status status = cut_into_tiles<Config>(p, &cut); !status.ok()) return status;
+  if (p.body() == Body::kSpans) return forward_with<Config, Element, Body::kSpans>(p, cut, stream);
   if constexpr (Fewer::kTile.rows() < Config::kTile.rows()) {
     Cut fewer;
     if (const Status status = cut_into_tiles<Fewer>(p, &fewer); !status.ok()) return status;
-    // A tile that holds rows of two sequences walks the keys of both: short ones want short tiles.
-    constexpr int kShort = 2048;
-    if (p.body() == Body::kSpans && 0 <= p.spec.longest_span && p.spec.longest_span <= kShort) {
-      return forward_with<Fewer, Element, Body::kSpans>(p, fewer, stream);
-    }
-    if (p.body() == Body::kPlain && fewer.time < cut.time) {
-      return forward_with<Fewer, Element, Body::kPlain>(p, fewer, stream);
-    }
+    if (fewer.time < cut.time) return forward_with<Fewer, Element, Body::kPlain>(p, fewer, stream);
   }
-  if (p.body() == Body::kSpans) return forward_with<Config, Element, Body::kSpans>(p, cut, stream);
   return forward_with<Config, Element, Body::kPlain>(p, cut, stream);
 }
 

@@ -85,6 +85,14 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
     // Of all bodies but the plain one. Read where they are needed: there are no registers to keep them.
     const Operands& operands = *Shared::operands(shared, works.stage);
+    const Acts acts = kPlain ? Acts{} : operands.acts;
+    float slope = 0;
+    int positions[2] = {};
+    if (acts.slope()) {
+      slope = operands.addend.slope;
+#pragma unroll
+      for (int h = 0; h < 2; h++) positions[h] = query(h) < p.T ? operands.position(query(h)) : 0;
+    }
     const Live live_of_mask = mask.live_keys();
     const auto live_keys = [&] { return kSpans ? operands.mask.live_keys() : live_of_mask; };
     Range spans[2] = {};  // of this lane's rows
@@ -96,6 +104,9 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const auto head = [&] { return int(ptx::ld_shared_b32(work + offsetof(Work, q_head))); };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
     const auto finish = [&](RowEnd(&ends)[2]) {
+      if (kBody == Body::kGeneral && operands.dropout.present()) {
+        ends[0].inverse *= operands.dropout.scale, ends[1].inverse *= operands.dropout.scale;
+      }
       if (p.extras.sinks.present()) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -134,7 +145,6 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       const Range keys = keys_of(h);
       return keys.begin < keys.end;
     };
-    softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
     int summed = 0;  // whether out holds anything of this tile
 
     const auto issue_scores = [&] {
@@ -161,36 +171,48 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       for (int x = 0; x < kOut8 * 4; x++) out[x / 4][x % 4] *= factor[x / 2 % 2];
       ptx::pin(out);
     };
-    // The scores of a tile, as the tensor core left them, to their powers.
-    const auto weigh = [&]<bool kMasked, bool kFirst = false>(int kv_tile) {
-      const int column0 = kv_tile * kKeys + lane % 4 * 2;  // column 8j + e of this lane's is column0 + 8j + e
-      if constexpr (!kPlain) {
+    constexpr int kPairs = min_(kCols8 * 2, 32), kWords = kCols8 * 2 / kPairs;
+    using Pairs = Lines<true, kPairs>;
+    using Seen = uint32_t[kWords][2];  // a lane's pairs of a masked tile, as far as is known before their scores are
+    const auto first_column = [&](int kv_tile) { return kv_tile * kKeys + lane % 4 * 2; };
+    const auto lines = [&](int kv_tile, int word) {
+      return Pairs{query(0), first_column(kv_tile) + tile::column_step(word * kPairs)};
+    };
+    const auto look = [&](int kv_tile, Seen& seen) {
+      const int column0 = first_column(kv_tile);
 #pragma unroll
-        for (int x = 0; x < kCols8 * 4; x++) {
-          s[x / 4][x % 4] = score.apply<Math>(s[x / 4][x % 4], query(x / 2 % 2), column0 + x / 4 * 8 + x % 2);
-        }
-      }
-      if constexpr (kMasked) {
-        const bool adds = !kPlain && operands.adds, exact = !kSpans || operands.mask.exact;
+      for (int word = 0; word < kWords; word++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const Range keys = keys_of(h);
+          seen[word][h] = tile::column_bits({keys.begin - column0, keys.end - column0}, word * kPairs);
+        }
+        if constexpr (kSpans) operands.ask_who(kPlain ? operands.acts : acts, lines(kv_tile, word), seen[word]);
+      }
+    };
+    // The scores of a tile, as the tensor core left them, to their powers.
+    const auto weigh = [&]<bool kMasked, bool kFirst = false>(int kv_tile, Seen& seen) {
+      if constexpr (!kPlain) apply(score, s);
 #pragma unroll
-          for (int word = 0; word < kCols8 * 2; word += 32) {
-            uint32_t kept = tile::column_bits({keys.begin - column0, keys.end - column0}, word);
-            if (adds) {
-              constexpr int kPairs = min_(kCols8 * 2, 32);
-              kept = operands.add(Line<true, kPairs>{query(h), column0 + word * 4}, kept,
-                                  [&](int x) -> float& { return s[(word + x) / 2][2 * h + x % 2]; });
-            } else if (!exact) {
-              kept = tile::columns_left(kept, column0 + word * 4,
-                                        [&](int column) { return operands.addend.keeps(query(h), column); });
-            }
+      for (int word = 0; word < kWords; word++) {
+        const auto at = [&](int h, int x) -> float& { return s[word * kPairs / 2 + x / 2][2 * h + x % 2]; };
+        if constexpr (!kPlain) {
+          if (kMasked && acts.bias()) {
+            constexpr int kPart = kValueDim <= 128 ? kPairs : 4;  // what there are registers for
+            operands.add_bias<kPart>(lines(kv_tile, word), seen[word], at);
+          }
+          if (acts.slope()) {
+            const int column = lines(kv_tile, word).j;
+            Pairs::with_distances({positions[0] - column, positions[1] - column},
+                                  [&](int h, int x, float distance) { at(h, x) -= slope * distance; });
+          }
+        }
+        if constexpr (kMasked) {
+          if (!kPlain && __all_sync(~0u, Pairs::are_whole(seen[word]))) continue;
 #pragma unroll
-            for (int x = word; x < kCols8 * 2 && x < word + 32; x++) {
-              float& y = s[x / 2][2 * h + x % 2];
-              y = kept & 1u << (x - word) ? y : -INFINITY;
-            }
+          for (int x = 0; x < 2 * kPairs; x++) {
+            float& y = at(x / kPairs, x % kPairs);
+            y = seen[word][x / kPairs] & 1u << x % kPairs ? y : -INFINITY;
           }
         }
       }
@@ -203,7 +225,9 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         if (operands.dropout.present()) {
           const Dropout<float> dropout = operands.dropout;
 #pragma unroll
-          for (int c = 0; c < kCols8 / 2; c++) drop(dropout, row, column0 + 16 * c, s[2 * c], s[2 * c + 1]);
+          for (int c = 0; c < kCols8 / 2; c++) {
+            drop(dropout, row, first_column(kv_tile) + 16 * c, s[2 * c], s[2 * c + 1]);
+          }
         }
       }
     };
@@ -245,10 +269,13 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     ptx::pin(s);
     ptx::wgmma_fence();
     issue_scores();
+    softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
+    Seen seen;
+    look(kv_tile, seen);  // waits for memory, while scores are worked out
     ptx::wgmma_wait_group<0>();
     ptx::pin(s);
     release(k_ring);
-    weigh.template operator()<true, true>(kv_tile);
+    weigh.template operator()<true, true>(kv_tile, seen);
     convert();
     note_unclean(kv_tile);
 
@@ -263,10 +290,12 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       ptx::wgmma_fence();
       issue_output();
       next_turn();
+      Seen seen;
+      if constexpr (kMasked) look(kv_tile, seen);
       ptx::wgmma_wait_group<1>();
       ptx::pin(s);
       release(k_ring);
-      weigh.template operator()<kMasked>(kv_tile);
+      weigh.template operator()<kMasked>(kv_tile, seen);
       ptx::wgmma_wait_group<0>();
       ptx::pin(out), ptx::pin(powers);
       release(v_ring);

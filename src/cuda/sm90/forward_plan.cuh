@@ -69,7 +69,8 @@ Status cut_into_tiles(const Problem& p, Cut* cut) {
 
   const TileCosts costs = tile_costs<Config>(p, pack);
   constexpr int kTurnRound = 166;  // what a block spends between two tiles, as measured, in keys
-  const double tile_time = kRows * (costs.longest / kTile.rate + kTurnRound);
+  const double keys_of_a_tile = costs.alike ? costs.of_a_block : double(costs.longest);
+  const double tile_time = kRows * (keys_of_a_tile / kTile.rate + kTurnRound);
   const double all = heads * (rows * costs.of_a_block / kTile.rate + double(tiles) * kRows * kTurnRound);
   cut->time = costs.alike ? turns * tile_time : std::max(tile_time, all / workers);
 

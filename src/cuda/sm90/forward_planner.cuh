@@ -39,15 +39,16 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     const int heads = p.N >> plan.pack_log2, q_head = place.head % heads, row0 = place.tile * kRows;
     const Batch batch = p.batch(place.head / heads);
     const Mask mask = p.mask<kSpans>(batch);
-    // What operands add may be -inf, so that nobody knows where a row has seen a key.
-    const bool exactly = again || (kBody == Body::kGeneral && p.has_addend(mask));
+    // Where pairs may be removed nobody knows when a row has seen a key.
+    const bool exactly = again || (kBody == Body::kGeneral && p.may_remove(mask));
     const auto key_tiles = [&](int first, int rows) {
       const int begin = first >> plan.pack_log2, end = ((first + rows - 1) >> plan.pack_log2) + 1;
+      const Range seen_first =
+          mask.keys(max_(begin, mask.live_queries().begin));  // asked for beside what the tiles need
       Tiles tiles = mask.key_tiles(begin, min_(end, p.T), kKeys);
       // Keys of live rows that share a full tile are intervals that hold it: if the first live row has seen a key beyond
       // the full tiles, all have.
-      if (tiles.full_end < tiles.end &&
-          mask.keys(max_(begin, mask.live_queries().begin)).end <= tiles.full_end * kKeys) {
+      if (tiles.full_end < tiles.end && seen_first.end <= tiles.full_end * kKeys) {
         tiles.full_end = max_(tiles.full_begin, tiles.full_end - 1);
       }
       if (exactly) tiles.full_begin = tiles.full_end = tiles.begin;

@@ -17,15 +17,4 @@ __device__ __forceinline__ uint32_t column_bits(Range columns, int first = 0) {
 // How much further on than the first one the x-th is.
 __device__ __forceinline__ constexpr int column_step(int x) { return x / 2 * 8 + x % 2; }
 
-// Of the columns that `bits` names, `column` being the lane's first, those that `keeps` leaves.
-template <class Keeps>
-__device__ __forceinline__ uint32_t columns_left(uint32_t bits, int column, const Keeps& keeps) {
-#pragma unroll 2
-  for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
-    const int x = __ffs(rest) - 1;
-    if (!keeps(column + column_step(x))) bits &= ~(1u << x);
-  }
-  return bits;
-}
-
 }  // namespace jax_flash2::cuda::tile
