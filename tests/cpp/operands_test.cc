@@ -29,7 +29,7 @@ void expect(bool ok, const char* what, int i, int j) {
 }
 bool close(float a, float b) { return a == b || std::fabs(a - b) <= 1e-4f * (1 + std::fabs(b)); }
 
-constexpr int T = 96, S = 160;
+constexpr int T = 96, S = 161;  // odd: rows begin at addresses of either kind
 
 // The arrays of a call, of which each case takes some.
 struct Arrays {
