@@ -79,11 +79,10 @@ constexpr int kCases = 640;
 template <bool kAlongKeys, int kPairs>
 void check_add(const Operands& o, Lines<kAlongKeys, kPairs> lines, const uint32_t (&pairs)[2]) {
   uint32_t left[2] = {pairs[0], pairs[1]}, who[2] = {pairs[0], pairs[1]}, called[2] = {pairs[0], pairs[1]};
-  uint32_t late[2] = {pairs[0], pairs[1]};
   float bias[2][kPairs] = {}, called_bias[2][kPairs];
   o.ask(o.acts, lines, left, bias), o.ask_who(o.acts, lines, who), o.call_ask(lines, called, called_bias);
   float slopes[2][kPairs] = {}, later[2][kPairs] = {};
-  o.ask_who(o.acts, lines, late);
+  uint32_t late[2] = {who[0], who[1]};
   if (o.acts.bias()) o.add_bias<8>(lines, late, [&](int h, int x) -> float& { return later[h][x]; });
   if (o.acts.slope()) o.add_slope(lines, pairs, [&](int h, int x) -> float& { return slopes[h][x]; });
   for (int h = 0; h < 2; h++) {
