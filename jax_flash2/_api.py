@@ -245,6 +245,7 @@ def _spec(call: _checks.Call, deterministic: bool) -> AttentionSpec:
         bottom_right=bottom_right,
         deterministic=deterministic,
         dropout_rate=call.dropout_rate,
+        longest_span=_OPEN if call.longest is None else call.longest,
     )
 
 

@@ -52,6 +52,7 @@ class Call(NamedTuple):
     dropout_rng: jax.Array | None
     dropout_shared: bool = False  # by all batch rows and heads
     packing: Packing | None = None  # then there are no batch axes, lengths, ids, bias and mask
+    longest: int | None = None  # of the packed sequences, in keys, as far as is known
 
 
 def check(

@@ -24,7 +24,7 @@ _OPERANDS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "scale", "query_lens", "key_lens"),
     *("key_spans", "query_spans", "span_flags", "positions"),  # the last one of ALiBi, which is refused itself
 )
-_FIELDS = ("scale", "softcap", "window_left", "window_right", "bottom_right", "deterministic")
+_FIELDS = ("scale", "softcap", "window_left", "window_right", "bottom_right", "deterministic", "longest_span")
 
 
 def jvp(primitive: Any, primals: Any, tangents: Any, *, operands: tuple[str, ...], **params: Any) -> tuple[Any, Any]:

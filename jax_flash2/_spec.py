@@ -21,6 +21,7 @@ class AttentionSpec:
     bottom_right: bool = False
     deterministic: bool = False
     dropout_rate: float = 0.0
+    longest_span: int = -1
 
 
 class Extras(NamedTuple):

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_flash2 import _checks
 from jax_flash2._api import attend
+from jax_flash2._spec import MAX_LENGTH
 
 
 def varlen_attention(
@@ -60,7 +61,7 @@ def varlen_attention(
       cu_seqlens_k: integers [B + 1], likewise for keys. Where it is cu_seqlens_q, the same object, sequences have as
         many keys as queries, and both totals clamp.
       max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number, traced or not. Not used.
-      max_seqlen_k: likewise for keys.
+      max_seqlen_k: likewise for keys. A static one helps to schedule the backward; a wrong one changes no result.
       seqused_q: integers [B], how many queries of each sequence are used, clamped to its length; None: all. No
         gradient.
       seqused_k: integers [B], likewise for keys.
@@ -123,7 +124,8 @@ def varlen_attention(
             "2.1 has it); or pass one array twice."
         )
     packing = _checks.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q.shape[0], k.shape[0])
-    call = call._replace(packing=packing, bottom_right=matters and causal_alignment == "bottom_right")
+    longest = min(int(max_seqlen_k), MAX_LENGTH) if isinstance(max_seqlen_k, (int, np.integer)) else None
+    call = call._replace(packing=packing, longest=longest, bottom_right=matters and causal_alignment == "bottom_right")
     return attend(call, deterministic, return_residual, implementation)
 
 

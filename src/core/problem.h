@@ -52,6 +52,13 @@ struct Extras {
 // their place, and operands that remove pairs; and what acts on every score.
 enum class Body : uint8_t { kPlain, kSpans, kGeneral };
 
+// What blocks of a backward tell each other by, of each head: where the adding to dQ is ordered, how many had their turn at
+// each of its query tiles, of 32 rows or more, and else, in the places of the first ones, counters of the head. Behind
+// them, of the first head, the tickets that blocks have drawn; kChores, too, is a call's and lies in its first head.
+enum class HeadCounter { kPrepared, kAdded, kChores, kCount };
+JAX_FLASH2_HD constexpr int64_t order_turns(int64_t T) { return (T + 31) / 32; }
+JAX_FLASH2_HD constexpr int64_t order_entries(int64_t T) { return order_turns(T) + 1; }
+
 struct Problem {
   DType dtype;                         // of q, k, v, out and their gradients; the rest says its own below
   int32_t batch_sizes[kMaxBatchAxes];  // unused axes are 1
@@ -79,9 +86,16 @@ struct Problem {
   Tensor delta;           // [*B, N, T] float32: rowsum(dout * out) - dlse
   Tensor dq_acc;          // [*B, N, T, D] float32
   Tensor dk_acc, dv_acc;  // [*B, K, S, D | Dv] float32, or absent where N == K
-  Tensor order;           // [*B, N, ceil(T / 32) + 1] int32; absent: only where not deterministic
+  Tensor order;           // [*B, N, order_entries(T)] int32; absent: only where not deterministic
 
   JAX_FLASH2_HD int group() const { return N / K; }
+
+  // Of `order`, all zero at first.
+  JAX_FLASH2_HD int* counter(HeadCounter which, int64_t batch_row = 0, int n = 0) const {
+    return static_cast<int*>(order.data) + (batch_row * N + n) * order_entries(T) + int(which);
+  }
+  JAX_FLASH2_HD int* tickets() const { return static_cast<int*>(order.data) + order_turns(T); }
+  JAX_FLASH2_HD int64_t counters() const { return int64_t(B) * N * order_entries(T); }
 
   JAX_FLASH2_HD Batch batch(int b) const {
     Batch r;

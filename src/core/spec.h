@@ -28,6 +28,7 @@ inline constexpr int64_t kOpen = -1;  // a window side without a bound
 //   bottom_right  off = key length - query length of the batch row; false: off = 0
 //   deterministic the backward is bitwise repeatable
 //   dropout_rate  the share of probabilities that are set to zero; the others are divided by 1 - dropout_rate
+//   longest_span  no span is longer, as far as is known; kOpen: nobody knows. A hint to schedules, which changes no result
 #define JAX_FLASH2_SPEC_FIELDS(X) \
   X(double, scale, 1.0)           \
   X(double, softcap, 0.0)         \
@@ -35,7 +36,8 @@ inline constexpr int64_t kOpen = -1;  // a window side without a bound
   X(int64_t, window_right, kOpen) \
   X(bool, bottom_right, false)    \
   X(bool, deterministic, false)   \
-  X(double, dropout_rate, 0.0)
+  X(double, dropout_rate, 0.0)    \
+  X(int64_t, longest_span, kOpen)
 
 struct Spec {
 #define JAX_FLASH2_FIELD(type, name, neutral) type name = neutral;

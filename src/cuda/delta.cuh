@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kDeltaThreads) delta_kernel(const __grid_const
     *reinterpret_cast<float4*>(dq_acc + x) = float4{};
   }
   if (p.order.present()) {
-    const int64_t turns = int64_t(p.B) * p.N * ((p.T + 31) / 32 + 1);
-    for (int64_t x = int64_t(blockIdx.x) * kDeltaThreads + threadIdx.x; x < turns;
+    for (int64_t x = int64_t(blockIdx.x) * kDeltaThreads + threadIdx.x; x < p.counters();
          x += int64_t(gridDim.x) * kDeltaThreads) {
       static_cast<int*>(p.order.data)[x] = 0;
     }

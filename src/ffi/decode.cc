@@ -104,7 +104,7 @@ ffi::Error attach(Slot& slot, const Problem& p, const std::vector<int64_t>& batc
       case 'D': expected = p.D; break;
       case 'V': expected = p.Dv; break;
       case 'W': expected = 2; break;
-      case 'O': expected = (p.T + 31) / 32 + 1; break;
+      case 'O': expected = order_entries(p.T); break;
     }
     const bool shared = slot.shareable && dim == 1 && expected != 1;
     if (dim != expected && !shared) return wrong("does not match the shapes of q, k and v");

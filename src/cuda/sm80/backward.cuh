@@ -109,8 +109,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     for (uint32_t gate : {arrived.address, exchanged.address, left.address})
       ptx::mbarrier_init(gate, Config::kTile.warps() * Gate::kArrivals);
     if (order.ordered) {
-      int* const tickets = p.order.at<int>(p.batch(0)) + (p.T + 31) / 32;
-      ptx::st_shared_b32(gates_s + 24, atomicAdd(tickets, 1));
+      ptx::st_shared_b32(gates_s + 24, atomicAdd(p.tickets(), 1));
     }
   }
   __syncthreads();  // the gates are there, and the ticket

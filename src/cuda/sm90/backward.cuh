@@ -101,7 +101,7 @@ Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaS
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(schedule.blocks())), config.blockDim = dim3(Config::kTile.threads());
     config.dynamicSmemBytes = Shared::kBytes, config.stream = stream;
-    config.attrs = &together, config.numAttrs = schedule.chores ? 1 : 0;
+    config.attrs = &together, config.numAttrs = schedule.waits() ? 1 : 0;
     error = cudaLaunchKernelEx(&config, kernel, p, tensors, schedule);
   }
   return {error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
@@ -118,8 +118,7 @@ Status backward_with(const Problem& p, cudaStream_t stream) {
   const bool split = schedule.parts > 1;
   if (const Status s = clear_score_gradients(p, stream); !s.ok()) return s;
   if (schedule.chores) {
-    const size_t counters = size_t(p.B) * p.N * ((p.T + 31) / 32 + 1);
-    if (cudaMemsetAsync(p.order.data, 0, counters * sizeof(int), stream) != cudaSuccess) {
+    if (cudaMemsetAsync(p.order.data, 0, p.counters() * sizeof(int), stream) != cudaSuccess) {
       return {"clearing the counters of the backward failed"};
     }
   } else if (p.T > 0) {

@@ -2,8 +2,8 @@
 // for the heads of tiles to come, dq of heads that are done. Else these are kernels of their own (delta.cuh,
 // convert_queries.cuh). Knows tiles of queries, no scores.
 //
-// The blocks that have a head's tiles share its chores, and tell each other by two counters of the head: `prepared`
-// before anybody adds to its accumulators, `added` before they are converted. All blocks must be resident.
+// The blocks share all chores, and tell each other by two counters of a head: `prepared` before anybody adds to its
+// accumulators, `added` before they are converted.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -40,31 +40,51 @@ struct Chores {
         lane(threadIdx.x % 32),
         ring{shared + Shared::kChoreRing} {}
 
-  // By a whole warp. A share is converted only after those of the next two units are prepared: nobody who waits for a head
-  // is waited for by an earlier one.
+  // By a whole warp.
   __device__ __forceinline__ void run() {
-    const FixedLists& lists = schedule.lists;
-    const int units = lists.units_of_block(blockIdx.x);
+    const ChoreQueue queue = schedule.chore_queue();
 #pragma unroll 1
-    for (int u = -2; u < units; u++) {
-      if (u >= 0) share(blockIdx.x + u * lists.workers, false);
-      if (u + 2 < units) share(blockIdx.x + (u + 2) * lists.workers, true);
+    for (;;) {
+      const int drawn = lane == 0 ? atomicAdd(p.counter(HeadCounter::kChores), 1) : 0;
+      const uint32_t x = __shfl_sync(~0u, drawn, 0);
+      if (x >= queue.size()) return;
+      if (x < queue.units) share(x, true);
+      if (x >= queue.ahead) share(x - queue.ahead, false);
     }
   }
 
  private:
-  // The part of a head's query tiles that goes with a unit.
+  // Whether all queries of a tile are alive: asked while the tile is on its way. What is done with the dead ones, which may
+  // hold NaN, is undone afterwards.
+  __device__ __forceinline__ bool are_alive(const Batch& b, int row0, int rows) const {
+    const Live live = p.mask<kSpans>(b).live_queries();
+    bool alive = true;
+    for (int row = lane; row < rows; row += 32) alive &= live.has(row0 + row);
+    return __all_sync(~0u, alive);
+  }
+  // Calls clear(row) for those of the tile that are not.
+  template <class Clear>
+  __device__ __forceinline__ void clear_dead(const Batch& b, int row0, int rows, const Clear& clear) const {
+    const Live live = p.mask<kSpans>(b).live_queries();
+    __syncwarp();  // other lanes have written
+#pragma unroll 1
+    for (int row = lane; row < rows; row += 32) {
+      if (!live.has(row0 + row)) clear(row);
+    }
+  }
+
+  // What goes with a unit of a head's query tiles: every so many-th.
   __device__ __forceinline__ void share(uint32_t unit, bool prepares) {
-    const uint32_t shares = schedule.lists.units_of_head(), head = unit / shares, part = unit % shares;
+    const uint32_t units = schedule.lists.units_of_head(), head = unit / units, part = unit % units;
     const int k_head = head % p.K, batch_row = head / p.K;
     const Batch b = p.batch(batch_row);
     const uint32_t tiles = (p.T + kQueries - 1) / kQueries;
     HeadCounters counters(p, batch_row, k_head);
-    if (!prepares) counters.wait_added(shares);
+    if (!prepares) counters.wait_added(units);
 #pragma unroll 1
     for (int n = k_head * p.group(); n < (k_head + 1) * p.group(); n++) {
 #pragma unroll 1
-      for (uint32_t m = tiles * part / shares; m < tiles * (part + 1) / shares; m++) {
+      for (uint32_t m = part; m < tiles; m += units) {
         if (prepares) {
           prepare(b, n, int(m) * kQueries);
         } else {
@@ -92,9 +112,9 @@ struct Chores {
     const int rows = min_(p.T - row0, kQueries);
     float* const acc = p.dq_acc.at<float>(b, n) + int64_t(row0) * p.D;
     for (int x = lane * 4; x < rows * p.D; x += 128) *reinterpret_cast<float4*>(acc + x) = float4{};
+    const bool all_alive = are_alive(b, row0, rows);
     ring.wait_full();
     ring.next();
-    const Live live = p.mask<kSpans>(b).live_queries();
 #pragma unroll 1
     for (int row = lane; row < rows; row += 32) {
       float sum = 0;
@@ -110,8 +130,11 @@ struct Chores {
       }
       const int t = row0 + row;
       if (p.dlse.present()) sum -= p.dlse.at<const float>(b, n)[t * p.dlse.row];
-      p.delta.at<float>(b, n)[t * p.delta.row] = live.has(t) ? sum : 0.0f;  // a dead row may hold NaN
+      p.delta.at<float>(b, n)[t * p.delta.row] = sum;
     }
+    if (all_alive) return;
+    float* const delta = p.delta.at<float>(b, n) + int64_t(row0) * p.delta.row;
+    clear_dead(b, row0, rows, [&](int row) { delta[row * p.delta.row] = 0; });
   }
 
   __device__ __forceinline__ void convert(const Batch& b, int n, int row0) {
@@ -123,13 +146,10 @@ struct Chores {
       ptx::cp_async_bulk_load(buffer, p.dq_acc.at<const float>(b, n) + int64_t(row0) * p.D, rows * p.D * 4,
                               ring.full());
     }
-    const Live live = p.mask<kSpans>(b).live_queries();
+    const bool all_alive = are_alive(b, row0, rows);
     const float scale = p.score<float>(b, n).scale;
     Element* const dq = p.dq.at<Element>(b, n) + int64_t(row0) * p.dq.row;
-    const auto write = [&](int row, int col, uint4 x) {
-      // Selected, not multiplied: a NaN that other rows may see must not reach a dead one.
-      *reinterpret_cast<uint4*>(dq + row * p.dq.row + col) = live.has(row0 + row) ? x : uint4{};
-    };
+    const auto write = [&](int row, int col, uint4 x) { *reinterpret_cast<uint4*>(dq + row * p.dq.row + col) = x; };
     const auto pair = [&](float x, float y) { return ptx::cvt_x2<Element>(x * scale, y * scale); };
     ring.wait_full();
     ring.next();
@@ -160,6 +180,10 @@ struct Chores {
       const float4 y = ptx::ld_shared_v4_f32(buffer + x * 4), z = ptx::ld_shared_v4_f32(buffer + x * 4 + 16);
       write(x / p.D, x % p.D, {pair(y.x, y.y), pair(y.z, y.w), pair(z.x, z.y), pair(z.z, z.w)});
     }
+    if (all_alive) return;
+    clear_dead(b, row0, rows, [&](int row) {
+      for (int col = 0; col < p.D; col += 8) write(row, col, {});
+    });
   }
 };
 

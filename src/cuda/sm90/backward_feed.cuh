@@ -38,10 +38,8 @@ __device__ __forceinline__ void walk(const Problem& p, uint32_t shared, const En
 }
 
 // The next ticket of a call. Where blocks wait for each other, who has it waits for lower ones alone, whose blocks have
-// begun. The counter stands behind those of the first head.
-__device__ __forceinline__ uint32_t draw_ticket(const Problem& p) {
-  return atomicAdd(static_cast<int*>(p.order.data) + (p.T + 31) / 32, 1);
-}
+// begun.
+__device__ __forceinline__ uint32_t draw_ticket(const Problem& p) { return atomicAdd(p.tickets(), 1); }
 
 // One thread: finds the block's key tiles, and loads K and V once a key tile, Q and dO once a step.
 template <class Config, bool kSpans>
@@ -68,7 +66,7 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
   };
   Plans<Config, kSpans> plans(shared);
   const uint32_t block = schedule.ordered ? draw_ticket(p) : blockIdx.x;
-  const bool drawn = kSpans && schedule.drawn;
+  const bool drawn = schedule.drawn;
   const int steps = drawn ? INT32_MAX : schedule.steps(block);
   KeyTile at{};
 #pragma unroll 1

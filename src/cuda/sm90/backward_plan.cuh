@@ -78,11 +78,12 @@ struct BackwardShared {
 struct BackwardSchedule {
   FixedLists lists;  // of "heads", which are parts of key heads
   uint32_t parts;
-  bool first_long;  // the first key tiles meet the most queries, not the last ones
-  bool ordered;     // blocks add to dQ in turn: a tile a block, that with the lowest ticket first,
-  bool descending;  // the last keys first
-  bool drawn;       // blocks stay and draw a tile after the other, the first keys first: nobody knows what spans cost
-  bool chores;      // blocks do what else would be kernels before and after this one; all are resident
+  uint32_t resident;  // blocks that the device runs at once
+  bool first_long;    // the first key tiles meet the most queries, not the last ones
+  bool ordered;       // blocks add to dQ in turn: a tile a block, that with the lowest ticket first,
+  bool descending;    // the last keys first
+  bool drawn;         // blocks stay and draw a tile after the other
+  bool chores;        // blocks do what else would be kernels before and after this one
 
   struct Place {
     int tile, part, head;  // tile -1: nothing to do; head: key head and batch row together
@@ -93,9 +94,13 @@ struct BackwardSchedule {
   JAX_FLASH2_HD int steps(uint32_t block) const { return ordered ? 1 : lists.steps(block); }
   // Warps that add dQ to memory: one a warpgroup, where no other has the chores.
   JAX_FLASH2_HD int drains() const { return chores ? 1 : BackwardTile::kConsumers; }
+  JAX_FLASH2_HD bool waits() const { return chores && !drawn; }  // blocks for all others
+  JAX_FLASH2_HD ChoreQueue chore_queue() const {  // ahead by rounds, for the long tiles of a head end late
+    return {lists.units(), 4 * (lists.units_of_head() > resident ? lists.units_of_head() : resident)};
+  }
   JAX_FLASH2_HD Place drawn_place(uint32_t ticket) const {
-    const uint32_t head = ticket / lists.tiles;
-    return {int(ticket % lists.tiles), int(head % parts), int(head / parts), true};
+    const int tile = int(ticket % lists.tiles), head = int(ticket / lists.tiles);
+    return {first_long ? tile : int(lists.tiles) - 1 - tile, head % int(parts), head / int(parts), true};
   }
   // A step of a block's list, or what a ticket of an ordered call stands for.
   JAX_FLASH2_HD Place place(uint32_t unit, int step) const {
@@ -135,18 +140,17 @@ struct KeyTile {
   }
 };
 
-// How far the blocks are with a key head's chores. The two counters are the first ones of its first query head's in
-// p.order.
+// How far the blocks are with a key head's chores. The two counters are its first query head's.
 struct HeadCounters {
-  int* prepared;
+  int *prepared, *added;
 
   __device__ __forceinline__ HeadCounters(const Problem& p, int batch_row, int k_head)
-      : prepared(static_cast<int*>(p.order.data) +
-                 (int64_t(batch_row) * p.N + k_head * p.group()) * ((p.T + 31) / 32 + 1)) {}
+      : prepared(p.counter(HeadCounter::kPrepared, batch_row, k_head * p.group())),
+        added(p.counter(HeadCounter::kAdded, batch_row, k_head * p.group())) {}
 
   // By whole warps: what was written for the head before can be read, and added to.
-  __device__ __forceinline__ void wait_prepared(int shares) const { wait(prepared, shares); }
-  __device__ __forceinline__ void wait_added(int shares) const { wait(prepared + 1, shares); }
+  __device__ __forceinline__ void wait_prepared(int units) const { wait(prepared, units); }
+  __device__ __forceinline__ void wait_added(int units) const { wait(added, units); }
   __device__ __forceinline__ void tell_prepared() const {
     ptx::fence_proxy_async_global();
     __threadfence();
@@ -157,7 +161,7 @@ struct HeadCounters {
   __device__ __forceinline__ void tell_added() const {
     ptx::fence_proxy_async_global();
     __threadfence();
-    atomicAdd(prepared + 1, 1);
+    atomicAdd(added, 1);
   }
 
  private:
@@ -232,7 +236,7 @@ struct Plans {
   __device__ __forceinline__ uint32_t slot() const { return shared + Shared::kPlan + ring.stage * Shared::kPlanBytes; }
 };
 
-inline constexpr int kMostKeysForChores = 2048;
+inline constexpr int kFewestForChores = 1024, kMostKeysForLists = 8192;
 
 // The work of a call on the current device.
 template <class Config>
@@ -254,19 +258,24 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
     return met.end - met.begin;
   };
   const bool even = !p.ragged() && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
-  schedule->parts = uint32_t(parts);
-  schedule->first_long = cost(0) > cost(tiles - 1);
+  schedule->parts = uint32_t(parts), schedule->resident = uint32_t(resident);
+  schedule->first_long = p.has_spans() || cost(0) > cost(tiles - 1);
   schedule->ordered = p.spec.deterministic;
   // Under a causal mask, which spans may be, the last keys are first at any query.
   schedule->descending = p.spec.window_right >= 0 || p.has_spans();
-  // With many keys the chores are nothing beside the products; a head's tiles must be done in few steps; and they leave
-  // out what delta.cuh knows of sinks.
+  // Where tiles of keys meet few queries the products are done before the chores. Under a causal mask they meet half of all.
+  // The chores leave out what delta.cuh knows of sinks.
+  const int64_t longest = p.spec.longest_span < 0 ? p.S : p.spec.longest_span;
+  const int64_t met = std::min<int64_t>({p.T, longest, 2 * cost(tiles / 2) * kQueries});
   schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&
-                     p.T > 0 && p.S <= kMostKeysForChores && tiles <= resident && !p.grads.sinks.present() &&
-                     device_attribute(cudaDevAttrCooperativeLaunch) != 0;
-  schedule->drawn = p.has_spans() && !schedule->ordered && !schedule->chores && p.order.present() && p.T > 0;
+                     met >= kFewestForChores && !p.grads.sinks.present();
+  // Lists are done sooner where it is known what tiles cost, but with chores their blocks wait for each other, and a head's
+  // tiles must be done in few steps.
+  const bool listed = !p.has_spans() && p.S <= kMostKeysForLists && tiles <= resident &&
+                      device_attribute(cudaDevAttrCooperativeLaunch) != 0;
+  schedule->drawn = !schedule->ordered && (schedule->chores ? !listed : p.has_spans()) && p.order.present() && p.T > 0;
   schedule->lists = FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even || schedule->drawn,
-                                     uint32_t(resident), schedule->chores);
+                                     uint32_t(resident), schedule->waits());
   return {};
 }
 

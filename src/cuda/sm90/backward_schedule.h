@@ -1,4 +1,5 @@
-// Which block walks which tiles, in which order, where blocks have no counter to draw tickets from. Integers only.
+// Which block walks which tiles, in which order, where blocks have no counter to draw tickets from, and what else they
+// do. Integers only.
 //
 // Blocks that stay resident and walk a list hide each tile's start behind the end of the one before, but a list fixed
 // beforehand must be fair. Where all tiles cost the same (no causal mask) a list of every workers-th tile is. Where
@@ -57,6 +58,17 @@ struct FixedLists {
     if (which == 1 && alone) return {-1, 0, false};
     return {int(which == 0 ? tiles - 1 - from_end : from_end), int(head), which == 1 || alone};
   }
+};
+
+// The chores of a call in the order in which warps draw them: the x-th of them prepares unit x, and converts unit
+// x - ahead: where there are such units. A unit is a tile or a pair, as above.
+//
+// Nobody waits in vain where `ahead` is two heads or more: to prepare waits for nobody; to convert waits for a head's
+// tiles, and those for its units to be prepared, all of which were drawn before.
+struct ChoreQueue {
+  uint32_t units, ahead;
+
+  JAX_FLASH2_HD uint32_t size() const { return units + ahead; }
 };
 
 }  // namespace jax_flash2::cuda::sm90
