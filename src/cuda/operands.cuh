@@ -27,7 +27,9 @@ struct Lines {
   }
   static constexpr uint32_t kAll = ~0u >> (32 - kPairs);
   static __device__ __forceinline__ uint32_t of(uint32_t pairs, int x0) { return pairs >> x0 & kAll; }
-  static __device__ __forceinline__ bool is_whole(uint32_t pairs) { return (pairs & kAll) == kAll; }
+  static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) {
+    return (pairs[0] & pairs[1] & kAll) == kAll;
+  }
   // Calls body(h, x, distance) for all pairs, of which the first of each line have the signed distances `firsts`.
   template <class Body>
   static __device__ __forceinline__ void with_distances(const int (&firsts)[2], const Body& body) {
@@ -38,7 +40,6 @@ struct Lines {
       for (int x = 0; x < kPairs; x++) body(h, x, fabsf(first + (kAlongKeys ? -1.0f : 1.0f) * tile::column_step(x)));
     }
   }
-  static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) { return is_whole(pairs[0] & pairs[1]); }
 };
 
 // The elements of an array [T, S] that lines have, and zeros of pairs that `pairs` does not name, which may lie outside of

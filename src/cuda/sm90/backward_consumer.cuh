@@ -12,10 +12,10 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
+#include "cuda/score.cuh"
 #include "cuda/score_gradients.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/backward_rows.cuh"
-#include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/columns.cuh"
 
