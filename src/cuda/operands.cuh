@@ -20,6 +20,12 @@ struct Lines {
 
   __device__ __forceinline__ int query(int h, int x) const { return i + (kAlongKeys ? 8 * h : tile::column_step(x)); }
   __device__ __forceinline__ int key(int h, int x) const { return j + (kAlongKeys ? tile::column_step(x) : 8 * h); }
+  // Calls act(h, x) for all pairs.
+  template <class Act>
+  static __device__ __forceinline__ void all(const Act& act) {
+#pragma unroll
+    for (int x = 0; x < 2 * kPairs; x++) act(x / kPairs, x % kPairs);
+  }
   // kPart of the pairs, from the x0-th on, and of the bits of all of them theirs.
   template <int kPart>
   __device__ __forceinline__ Lines<kAlongKeys, kPart> part(int x0) const {

@@ -16,7 +16,7 @@ static struct {
 static float __shfl_xor_sync(unsigned, float, int) { return 0; }
 static void atomicAdd(float* to, float x) { *to += x; }
 
-#include "cuda/score_gradients.cuh"
+#include "cuda/backward_operands.cuh"
 
 namespace jax_flash2::cuda {
 namespace {

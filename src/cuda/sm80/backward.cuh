@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/backward_operands.cuh"
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
 #include "cuda/launch_kernel.cuh"

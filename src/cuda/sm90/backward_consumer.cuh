@@ -7,13 +7,13 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/backward_operands.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/score.cuh"
-#include "cuda/score_gradients.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/backward_rows.cuh"
 #include "cuda/tile/accumulator.cuh"
