@@ -33,6 +33,21 @@ struct Lines {
   }
   static constexpr uint32_t kAll = ~0u >> (32 - kPairs);
   static __device__ __forceinline__ uint32_t of(uint32_t pairs, int x0) { return pairs >> x0 & kAll; }
+  // Calls ask(the same part, bits of its pairs), and takes from `pairs` what that takes from the bits; then use(h, x) for all
+  // pairs of the part.
+  template <int kPart, class Ask, class Use>
+  __device__ __forceinline__ void with_part(int x0, uint32_t (&pairs)[2], const Ask& ask, const Use& use) const {
+    const auto part = this->part<kPart>(x0);
+    const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
+    uint32_t left[2] = {named[0], named[1]};
+    ask(part, left);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      pairs[h] &= ~((named[h] & ~left[h]) << x0);
+#pragma unroll
+      for (int x = 0; x < kPart; x++) use(h, x);
+    }
+  }
   static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) {
     return (pairs[0] & pairs[1] & kAll) == kAll;
   }
@@ -164,10 +179,7 @@ struct Operands {
         const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
         uint8_t kept[2][kPart];
         gather(addend.mask, addend.mask_row, addend.mask_col, part, named, kept);
-#pragma unroll
-        for (int x = 0; x < 2 * kPart; x++) {
-          pairs[x / kPart] &= ~(uint32_t(kept[x / kPart][x % kPart] == 0) << (x0 + x % kPart));
-        }
+        part.all([&](int h, int x) { pairs[h] &= ~(uint32_t(kept[h][x] == 0) << (x0 + x)); });
       }
     }
     if (acts.ids()) {
@@ -200,17 +212,10 @@ struct Operands {
                                            const Score& score) const {
 #pragma unroll
     for (int x0 = 0; x0 < kPairs; x0 += kPart) {
-      const auto part = lines.template part<kPart>(x0);
-      const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
-      uint32_t left[2] = {named[0], named[1]};
       float bias[2][kPart];
-      ask_bias(part, left, bias);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        pairs[h] &= ~((named[h] & ~left[h]) << x0);
-#pragma unroll
-        for (int x = 0; x < kPart; x++) score(h, x0 + x) += bias[h][x];
-      }
+      lines.template with_part<kPart>(
+          x0, pairs, [&](const auto& part, uint32_t (&left)[2]) { ask_bias(part, left, bias); },
+          [&](int h, int x) { score(h, x0 + x) += bias[h][x]; });
     }
   }
 
@@ -256,17 +261,10 @@ struct Operands {
     constexpr int kPart = min_(kPairs, 8);
 #pragma unroll 1
     for (int x0 = 0; x0 < kPairs; x0 += kPart) {
-      const auto part = lines.template part<kPart>(x0);
-      const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
-      uint32_t left[2] = {named[0], named[1]};
       float own[2][kPart] = {};
-      ask(acts, part, left, own);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        pairs[h] &= ~((named[h] & ~left[h]) << x0);
-#pragma unroll
-        for (int x = 0; x < kPart; x++) bias[h][x0 + x] = own[h][x];
-      }
+      lines.template with_part<kPart>(
+          x0, pairs, [&](const auto& part, uint32_t (&left)[2]) { ask(acts, part, left, own); },
+          [&](int h, int x) { bias[h][x0 + x] = own[h][x]; });
     }
   }
 
