@@ -51,9 +51,10 @@ struct Lines {
   static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) {
     return (pairs[0] & pairs[1] & kAll) == kAll;
   }
-  // Calls body(h, x, distance) for all pairs, of which the first of each line have the signed distances `firsts`.
+  // Calls body(h, x, distance) for all pairs, of which the first of each line have the signed distances `firsts`. They are
+  // float32, exact below 2^24.
   template <class Body>
-  static __device__ __forceinline__ void with_distances(const int (&firsts)[2], const Body& body) {
+  static __device__ __forceinline__ void with_distances_from(const int (&firsts)[2], const Body& body) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const auto first = static_cast<float>(firsts[h]);
@@ -117,10 +118,18 @@ struct Acts {
   __device__ __forceinline__ bool bias() const { return bits & kBias; }
   __device__ __forceinline__ bool slope() const { return bits & kSlope; }
   __device__ __forceinline__ bool ask() const { return bits & (kMask | kIds | kBias); }  // what Operands::ask does
+  __device__ __forceinline__ bool add() const { return bits & kSlope; }                  // and, after it, Operands::add
+};
+
+// What a forward keeps in registers of a lane's two queries: each look into shared memory holds a warp up.
+struct Held {
+  Acts acts;
+  float slope = 0;
+  int positions[2] = {};  // among the keys, for ALiBi
 };
 
 // Lies in shared memory where registers are full. What a call of these asks first is `acts`, of which a caller that asks
-// often keeps a copy: each look into shared memory holds a warp up.
+// often keeps a copy.
 struct Operands {
   Mask mask;
   Addend<float> addend;
@@ -201,38 +210,53 @@ struct Operands {
     }
   }
 
-  // Where a query stands among the keys, for ALiBi.
-  __device__ __forceinline__ int position(int i) const {
-    return addend.positions ? addend.positions[i] : i + addend.off;
+  // Of queries i and i + 8; `queries` exist.
+  __device__ __forceinline__ Held hold(int i, int queries) const {
+    Held held{acts};
+    if (held.acts.slope()) {
+      held.slope = addend.slope;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int at = i + 8 * h;
+        held.positions[h] = !addend.positions ? at + addend.off : at < queries ? addend.positions[at] : 0;
+      }
+    }
+    return held;
   }
 
-  // Adds to score(h, x) what a bias does, kPart pairs at a time, and takes from `pairs` those that it removes.
-  template <int kPart, bool kAlongKeys, int kPairs, class Score>
-  __device__ __forceinline__ void add_bias(const Lines<kAlongKeys, kPairs>& lines, uint32_t (&pairs)[2],
-                                           const Score& score) const {
+  // Adds to score(h, x) what operands do. kMayRemove: a bias too, for which it asks kPart pairs at a time, and takes from
+  // `pairs` those that it removes; else there is none, or `ask` has set it.
+  template <bool kMayRemove, int kPart, int kPairs, class Score>
+  __device__ __forceinline__ void add(const Held& held, const Lines<true, kPairs>& lines, uint32_t (&pairs)[2],
+                                      const Score& score) const {
+    if (kMayRemove && held.acts.bias()) {
 #pragma unroll
-    for (int x0 = 0; x0 < kPairs; x0 += kPart) {
-      float bias[2][kPart];
-      lines.template with_part<kPart>(
-          x0, pairs, [&](const auto& part, uint32_t (&left)[2]) { ask_bias(part, left, bias); },
-          [&](int h, int x) { score(h, x0 + x) += bias[h][x]; });
+      for (int x0 = 0; x0 < kPairs; x0 += kPart) {
+        float bias[2][kPart];
+        lines.template with_part<kPart>(
+            x0, pairs, [&](const auto& part, uint32_t (&left)[2]) { ask_bias(part, left, bias); },
+            [&](int h, int x) { score(h, x0 + x) += bias[h][x]; });
+      }
+    }
+    if (held.acts.slope()) {
+      lines.with_distances_from({held.positions[0] - lines.j, held.positions[1] - lines.j},
+                                [&](int h, int x, float distance) { score(h, x) -= held.slope * distance; });
     }
   }
 
-  // Adds to score(h, x) what ALiBi does, of the pairs that `pairs` names: to others any number. Distances are float32, exact
-  // below 2^24.
-  template <bool kAlongKeys, int kPairs, class Score>
-  __device__ __forceinline__ void add_slope(const Lines<kAlongKeys, kPairs>& lines, const uint32_t (&pairs)[2],
+  // Adds to score(h, x) what ALiBi does, of the pairs that `pairs` names: to others any number.
+  template <int kPairs, class Score>
+  __device__ __forceinline__ void add_slope(const Lines<false, kPairs>& lines, const uint32_t (&pairs)[2],
                                             const Score& score) const {
     const float slope = addend.slope;
     with_distances(lines, pairs, [&](int h, int x, float distance) { score(h, x) -= slope * distance; });
   }
   // Calls body(h, x, how far a pair's query stands from its key).
-  template <bool kAlongKeys, int kPairs, class Body>
-  __device__ __forceinline__ void with_distances(const Lines<kAlongKeys, kPairs>& lines, const uint32_t (&pairs)[2],
+  template <int kPairs, class Body>
+  __device__ __forceinline__ void with_distances(const Lines<false, kPairs>& lines, const uint32_t (&pairs)[2],
                                                  const Body& body) const {
     const int32_t* const positions = addend.positions;
-    if (!kAlongKeys && positions) {
+    if (positions) {
       const uint32_t some = pairs[0] | pairs[1];
 #pragma unroll
       for (int x = 0; x < kPairs; x++) {
@@ -242,14 +266,8 @@ struct Operands {
       }
       return;
     }
-    const int off = addend.off;
-    int firsts[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int i = lines.query(h, 0);
-      firsts[h] = (!positions ? i + off : pairs[h] ? positions[i] : 0) - lines.key(h, 0);
-    }
-    lines.with_distances(firsts, body);
+    const int first = lines.i + addend.off - lines.j;
+    lines.with_distances_from({first, first - 8}, body);
   }
 
   // `ask`, called, not inlined, where registers are full: pairs and bias lie in local memory. A few pairs at a time; a bias
