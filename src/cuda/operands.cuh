@@ -75,6 +75,7 @@ __device__ __forceinline__ void gather(const T* array, int64_t row, int64_t col,
   const T* const from = array + lines.i * row + lines.j * col;
   const int64_t step = kAlongKeys ? col : row, next = 8 * (kAlongKeys ? row : col);
   const auto is_aligned = [](const T* at) { return reinterpret_cast<uintptr_t>(at) % sizeof(Two) == 0; };
+  // The last follows from the one before, but without it ptxas spills more.
   if (kAlongKeys && step == 1 && lines.are_whole(pairs) && is_aligned(from) && is_aligned(from + next)) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {

@@ -73,7 +73,7 @@ struct Scores {
     }
   }
 
-  // dS in the place of dP, and P where there were scores.
+  // dS in the place of dP; of the general body also P, after dropout, in the place of what `probabilities` has left.
   __device__ __forceinline__ void gradients(float (&s)[kCols8][4], float (&dp)[kCols8][4]) const {
     if constexpr (kPlain) {
 #pragma unroll

@@ -1,6 +1,6 @@
 // A warpgroup of the forward that computes 64 rows, FlashAttention-3's way: a step issues the scores of one key tile, then
 // the output's share of the tile before, whose powers are at hand, and works out the softmax of the first while the second
-// runs. Asks Mask, Score and Operands, and never knows which feature it serves.
+// runs. Asks Mask, Score and Operands what a score is; of features it knows dropout, of powers, and sinks, which end a row.
 #pragma once
 #include <cmath>
 #include <cstdint>
