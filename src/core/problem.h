@@ -171,9 +171,10 @@ struct Problem {
     return shared;
   }
 
-  // Whether operands remove pairs, a bias of -inf aside; and with it, of those that the mask of a batch row leaves; and
-  // whether an Addend does anything there.
+  // Whether there are operands that say which pairs are kept.
   JAX_FLASH2_HD bool removes_pairs() const { return extras.mask.present() || extras.query_ids.present(); }
+  // Whether operands may remove pairs that the mask of a batch row leaves, as a bias does with -inf; and whether an Addend
+  // does anything to them.
   JAX_FLASH2_HD bool may_remove(const Mask& m) const { return !m.exact || extras.bias.present(); }
   JAX_FLASH2_HD bool has_addend(const Mask& m) const { return may_remove(m) || extras.alibi_slopes.present(); }
   // Whether operands change scores or probabilities pair by pair. A sink only ends a row.

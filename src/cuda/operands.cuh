@@ -20,6 +20,12 @@ struct Lines {
 
   __device__ __forceinline__ int query(int h, int x) const { return i + (kAlongKeys ? 8 * h : tile::column_step(x)); }
   __device__ __forceinline__ int key(int h, int x) const { return j + (kAlongKeys ? tile::column_step(x) : 8 * h); }
+  // Calls act(h, x) for all pairs.
+  template <class Act>
+  static __device__ __forceinline__ void all(const Act& act) {
+#pragma unroll
+    for (int x = 0; x < 2 * kPairs; x++) act(x / kPairs, x % kPairs);
+  }
   // kPart of the pairs, from the x0-th on, and of the bits of all of them theirs.
   template <int kPart>
   __device__ __forceinline__ Lines<kAlongKeys, kPart> part(int x0) const {
@@ -27,10 +33,28 @@ struct Lines {
   }
   static constexpr uint32_t kAll = ~0u >> (32 - kPairs);
   static __device__ __forceinline__ uint32_t of(uint32_t pairs, int x0) { return pairs >> x0 & kAll; }
-  static __device__ __forceinline__ bool is_whole(uint32_t pairs) { return (pairs & kAll) == kAll; }
-  // Calls body(h, x, distance) for all pairs, of which the first of each line have the signed distances `firsts`.
+  // Calls ask(the same part, bits of its pairs), and takes from `pairs` what that takes from the bits; then use(h, x) for all
+  // pairs of the part.
+  template <int kPart, class Ask, class Use>
+  __device__ __forceinline__ void with_part(int x0, uint32_t (&pairs)[2], const Ask& ask, const Use& use) const {
+    const auto part = this->part<kPart>(x0);
+    const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
+    uint32_t left[2] = {named[0], named[1]};
+    ask(part, left);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      pairs[h] &= ~((named[h] & ~left[h]) << x0);
+#pragma unroll
+      for (int x = 0; x < kPart; x++) use(h, x);
+    }
+  }
+  static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) {
+    return (pairs[0] & pairs[1] & kAll) == kAll;
+  }
+  // Calls body(h, x, distance) for all pairs, of which the first of each line have the signed distances `firsts`. They are
+  // float32, exact below 2^24.
   template <class Body>
-  static __device__ __forceinline__ void with_distances(const int (&firsts)[2], const Body& body) {
+  static __device__ __forceinline__ void with_distances_from(const int (&firsts)[2], const Body& body) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const auto first = static_cast<float>(firsts[h]);
@@ -38,7 +62,6 @@ struct Lines {
       for (int x = 0; x < kPairs; x++) body(h, x, fabsf(first + (kAlongKeys ? -1.0f : 1.0f) * tile::column_step(x)));
     }
   }
-  static __device__ __forceinline__ bool are_whole(const uint32_t (&pairs)[2]) { return is_whole(pairs[0] & pairs[1]); }
 };
 
 // The elements of an array [T, S] that lines have, and zeros of pairs that `pairs` does not name, which may lie outside of
@@ -52,6 +75,7 @@ __device__ __forceinline__ void gather(const T* array, int64_t row, int64_t col,
   const T* const from = array + lines.i * row + lines.j * col;
   const int64_t step = kAlongKeys ? col : row, next = 8 * (kAlongKeys ? row : col);
   const auto is_aligned = [](const T* at) { return reinterpret_cast<uintptr_t>(at) % sizeof(Two) == 0; };
+  // The last follows from the one before, but without it ptxas spills more.
   if (kAlongKeys && step == 1 && lines.are_whole(pairs) && is_aligned(from) && is_aligned(from + next)) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -95,10 +119,18 @@ struct Acts {
   __device__ __forceinline__ bool bias() const { return bits & kBias; }
   __device__ __forceinline__ bool slope() const { return bits & kSlope; }
   __device__ __forceinline__ bool ask() const { return bits & (kMask | kIds | kBias); }  // what Operands::ask does
+  __device__ __forceinline__ bool add() const { return bits & kSlope; }                  // and, after it, Operands::add
+};
+
+// What a forward keeps in registers of a lane's two queries: each look into shared memory holds a warp up.
+struct Held {
+  Acts acts;
+  float slope = 0;
+  int positions[2] = {};  // among the keys, for ALiBi
 };
 
 // Lies in shared memory where registers are full. What a call of these asks first is `acts`, of which a caller that asks
-// often keeps a copy: each look into shared memory holds a warp up.
+// often keeps a copy.
 struct Operands {
   Mask mask;
   Addend<float> addend;
@@ -157,10 +189,7 @@ struct Operands {
         const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
         uint8_t kept[2][kPart];
         gather(addend.mask, addend.mask_row, addend.mask_col, part, named, kept);
-#pragma unroll
-        for (int x = 0; x < 2 * kPart; x++) {
-          pairs[x / kPart] &= ~(uint32_t(kept[x / kPart][x % kPart] == 0) << (x0 + x % kPart));
-        }
+        part.all([&](int h, int x) { pairs[h] &= ~(uint32_t(kept[h][x] == 0) << (x0 + x)); });
       }
     }
     if (acts.ids()) {
@@ -182,45 +211,53 @@ struct Operands {
     }
   }
 
-  // Where a query stands among the keys, for ALiBi.
-  __device__ __forceinline__ int position(int i) const {
-    return addend.positions ? addend.positions[i] : i + addend.off;
-  }
-
-  // Adds to score(h, x) what a bias does, kPart pairs at a time, and takes from `pairs` those that it removes.
-  template <int kPart, bool kAlongKeys, int kPairs, class Score>
-  __device__ __forceinline__ void add_bias(const Lines<kAlongKeys, kPairs>& lines, uint32_t (&pairs)[2],
-                                           const Score& score) const {
-#pragma unroll
-    for (int x0 = 0; x0 < kPairs; x0 += kPart) {
-      const auto part = lines.template part<kPart>(x0);
-      const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
-      uint32_t left[2] = {named[0], named[1]};
-      float bias[2][kPart];
-      ask_bias(part, left, bias);
+  // Of queries i and i + 8; `queries` exist.
+  __device__ __forceinline__ Held hold(int i, int queries) const {
+    Held held{acts};
+    if (held.acts.slope()) {
+      held.slope = addend.slope;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        pairs[h] &= ~((named[h] & ~left[h]) << x0);
-#pragma unroll
-        for (int x = 0; x < kPart; x++) score(h, x0 + x) += bias[h][x];
+        const int at = i + 8 * h;
+        held.positions[h] = !addend.positions ? at + addend.off : at < queries ? addend.positions[at] : 0;
       }
+    }
+    return held;
+  }
+
+  // Adds to score(h, x) what operands do. kMayRemove: a bias too, for which it asks kPart pairs at a time, and takes from
+  // `pairs` those that it removes; else there is none, or `ask` has set it.
+  template <bool kMayRemove, int kPart, int kPairs, class Score>
+  __device__ __forceinline__ void add(const Held& held, const Lines<true, kPairs>& lines, uint32_t (&pairs)[2],
+                                      const Score& score) const {
+    if (kMayRemove && held.acts.bias()) {
+#pragma unroll
+      for (int x0 = 0; x0 < kPairs; x0 += kPart) {
+        float bias[2][kPart];
+        lines.template with_part<kPart>(
+            x0, pairs, [&](const auto& part, uint32_t (&left)[2]) { ask_bias(part, left, bias); },
+            [&](int h, int x) { score(h, x0 + x) += bias[h][x]; });
+      }
+    }
+    if (held.acts.slope()) {
+      lines.with_distances_from({held.positions[0] - lines.j, held.positions[1] - lines.j},
+                                [&](int h, int x, float distance) { score(h, x) -= held.slope * distance; });
     }
   }
 
-  // Adds to score(h, x) what ALiBi does, of the pairs that `pairs` names: to others any number. Distances are float32, exact
-  // below 2^24.
-  template <bool kAlongKeys, int kPairs, class Score>
-  __device__ __forceinline__ void add_slope(const Lines<kAlongKeys, kPairs>& lines, const uint32_t (&pairs)[2],
+  // Adds to score(h, x) what ALiBi does, of the pairs that `pairs` names: to others any number.
+  template <int kPairs, class Score>
+  __device__ __forceinline__ void add_slope(const Lines<false, kPairs>& lines, const uint32_t (&pairs)[2],
                                             const Score& score) const {
     const float slope = addend.slope;
     with_distances(lines, pairs, [&](int h, int x, float distance) { score(h, x) -= slope * distance; });
   }
   // Calls body(h, x, how far a pair's query stands from its key).
-  template <bool kAlongKeys, int kPairs, class Body>
-  __device__ __forceinline__ void with_distances(const Lines<kAlongKeys, kPairs>& lines, const uint32_t (&pairs)[2],
+  template <int kPairs, class Body>
+  __device__ __forceinline__ void with_distances(const Lines<false, kPairs>& lines, const uint32_t (&pairs)[2],
                                                  const Body& body) const {
     const int32_t* const positions = addend.positions;
-    if (!kAlongKeys && positions) {
+    if (positions) {
       const uint32_t some = pairs[0] | pairs[1];
 #pragma unroll
       for (int x = 0; x < kPairs; x++) {
@@ -230,14 +267,8 @@ struct Operands {
       }
       return;
     }
-    const int off = addend.off;
-    int firsts[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int i = lines.query(h, 0);
-      firsts[h] = (!positions ? i + off : pairs[h] ? positions[i] : 0) - lines.key(h, 0);
-    }
-    lines.with_distances(firsts, body);
+    const int first = lines.i + addend.off - lines.j;
+    lines.with_distances_from({first, first - 8}, body);
   }
 
   // `ask`, called, not inlined, where registers are full: pairs and bias lie in local memory. A few pairs at a time; a bias
@@ -249,17 +280,10 @@ struct Operands {
     constexpr int kPart = min_(kPairs, 8);
 #pragma unroll 1
     for (int x0 = 0; x0 < kPairs; x0 += kPart) {
-      const auto part = lines.template part<kPart>(x0);
-      const uint32_t named[2] = {part.of(pairs[0], x0), part.of(pairs[1], x0)};
-      uint32_t left[2] = {named[0], named[1]};
       float own[2][kPart] = {};
-      ask(acts, part, left, own);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        pairs[h] &= ~((named[h] & ~left[h]) << x0);
-#pragma unroll
-        for (int x = 0; x < kPart; x++) bias[h][x0 + x] = own[h][x];
-      }
+      lines.template with_part<kPart>(
+          x0, pairs, [&](const auto& part, uint32_t (&left)[2]) { ask(acts, part, left, own); },
+          [&](int h, int x) { bias[h][x0 + x] = own[h][x]; });
     }
   }
 

@@ -16,7 +16,7 @@ static struct {
 static float __shfl_xor_sync(unsigned, float, int) { return 0; }
 static void atomicAdd(float* to, float x) { *to += x; }
 
-#include "cuda/score_gradients.cuh"
+#include "cuda/backward_operands.cuh"
 
 namespace jax_flash2::cuda {
 namespace {
@@ -83,8 +83,14 @@ void check_add(const Operands& o, Lines<kAlongKeys, kPairs> lines, const uint32_
   o.ask(o.acts, lines, left, bias), o.ask_who(o.acts, lines, who), o.call_ask(lines, called, called_bias);
   float slopes[2][kPairs] = {}, later[2][kPairs] = {};
   uint32_t late[2] = {who[0], who[1]};
-  if (o.acts.bias()) o.add_bias<8>(lines, late, [&](int h, int x) -> float& { return later[h][x]; });
-  if (o.acts.slope()) o.add_slope(lines, pairs, [&](int h, int x) -> float& { return slopes[h][x]; });
+  const auto slopes_at = [&](int h, int x) -> float& { return slopes[h][x]; };
+  if constexpr (kAlongKeys) {
+    const Held held = o.hold(lines.i, T);
+    o.add<true, 8>(held, lines, late, [&](int h, int x) -> float& { return later[h][x]; });
+    o.add<false, 8>(held, lines, late, slopes_at);
+  } else if (o.acts.slope()) {
+    o.add_slope(lines, pairs, slopes_at);
+  }
   for (int h = 0; h < 2; h++) {
     for (int x = 0; x < kPairs; x++) {
       const int i = lines.query(h, x), j = lines.key(h, x), step = x / 2 * 8 + x % 2;
@@ -94,11 +100,11 @@ void check_add(const Operands& o, Lines<kAlongKeys, kPairs> lines, const uint32_
       const float added = named ? o.addend.at(i, j) : -INFINITY;
       expect((left[h] >> x & 1) == (added != -INFINITY), "what is left", i, j);
       expect((called[h] >> x & 1) == (added != -INFINITY), "what is left by a call", i, j);
-      expect((late[h] >> x & 1) == (added != -INFINITY), "what is left later", i, j);
+      if (kAlongKeys) expect((late[h] >> x & 1) == (added != -INFINITY), "what is left later", i, j);
       expect((who[h] >> x & 1) == (named && o.addend.keeps(i, j)), "who is left", i, j);
       if (added == -INFINITY) continue;
       expect(close(bias[h][x] + slopes[h][x], added), "the sum", i, j);
-      expect(close(later[h][x] + slopes[h][x], added), "the sum later", i, j);
+      if (kAlongKeys) expect(close(later[h][x], added), "the sum later", i, j);
       expect(close(called_bias[h][x] + slopes[h][x], added), "the sum by a call", i, j);
     }
   }

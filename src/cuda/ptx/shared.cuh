@@ -63,12 +63,6 @@ __device__ __forceinline__ uint64_t ld_shared_b64(uint32_t address) {
   return x;
 }
 
-__device__ __forceinline__ float ld_shared_f32(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-  return x;
-}
-
 __device__ __forceinline__ float2 ld_shared_v2_f32(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));

@@ -13,17 +13,18 @@
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/backward_operands.cuh"
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/operands.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/score.cuh"
 #include "cuda/score_gradients.cuh"
 #include "cuda/sm80/backward_plan.cuh"
 #include "cuda/sm80/config.cuh"
 #include "cuda/sm80/config_backward.cuh"
-#include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/columns.cuh"
 #include "cuda/tile/copy.cuh"
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
         const Range range = mask().queries(j0 + warp_k * Config::kTile.warp_keys() + i * 16 + h * 8 + lane / 4);
         return Range{range.begin - i0 - column0, range.end - i0 - column0};
       };
-      // Column block j of S becomes P; the general body leaves the score, which its slope needs.
+      // Column block j of S becomes P; in the general body later, beside dS.
       const auto probabilities = [&](int j) {
         if constexpr (kPlain) {
           const float2 lse = ptx::ld_shared_v2_f32(statistics_s + (column0 + 8 * j) * 4);  // negative, log2

@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
         const Lines<true, kPairs> lines{row0 + block_row(i) + lane / 4, column0};
         const auto at = [&](int h, int x) -> float& { return s[i][x / 2][2 * h + x % 2]; };
         const Acts acts = operands_s->acts;
+        uint32_t left[2];
         if (acts.ask()) {
-          uint32_t left[2];
           float bias[2][kPairs];
 #pragma unroll
           for (int h = 0; h < 2; h++) {
@@ -186,8 +186,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
             y = left[x / kPairs] >> x % kPairs & 1 ? y + bias[x / kPairs][x % kPairs] : -INFINITY;
           }
         }
-        const uint32_t rows_that_exist[2] = {lines.query(0, 0) < p.T ? ~0u : 0, lines.query(1, 0) < p.T ? ~0u : 0};
-        if (acts.slope()) operands_s->add_slope(lines, rows_that_exist, at);
+        if (acts.add()) operands_s->template add<false, kPairs>(operands_s->hold(lines.i, p.T), lines, left, at);
       }
     }
     if constexpr (kMasked) {

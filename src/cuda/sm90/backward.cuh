@@ -12,6 +12,7 @@
 #include "cuda/convert.cuh"
 #include "cuda/delta.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/score_gradients.cuh"
 #include "cuda/sm90/backward_chores.cuh"
 #include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/backward_feed.cuh"

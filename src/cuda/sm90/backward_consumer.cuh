@@ -7,15 +7,15 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/backward_operands.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/warpgroup.cuh"
-#include "cuda/score_gradients.cuh"
+#include "cuda/score.cuh"
 #include "cuda/sm90/backward_plan.cuh"
 #include "cuda/sm90/backward_rows.cuh"
-#include "cuda/softmax.cuh"
 #include "cuda/tile/accumulator.cuh"
 #include "cuda/tile/columns.cuh"
 
@@ -45,9 +45,9 @@ struct Scores {
   Seen& seen;
   int key, query;
   uint32_t statistics;
-  const BackwardOperands& operands;  // of the general body
-  int queries;                       // that exist
-  float bias[2][kPlain ? 1 : 2 * kCols8];
+  const BackwardOperands& operands;             // of the general body
+  int queries;                                  // that exist
+  float bias[2][kPlain ? 1 : 2 * kCols8] = {};  // read only where there is one, but left unset it spills
 
   // Of the general body, before the products are there.
   __device__ __forceinline__ void look() {
@@ -73,7 +73,7 @@ struct Scores {
     }
   }
 
-  // dS in the place of dP, and P where there were scores.
+  // dS in the place of dP; of the general body also P, after dropout, in the place of what `probabilities` has left.
   __device__ __forceinline__ void gradients(float (&s)[kCols8][4], float (&dp)[kCols8][4]) const {
     if constexpr (kPlain) {
 #pragma unroll
@@ -111,7 +111,7 @@ struct BackwardConsumer {
   static constexpr BackwardTile kTile = Config::kTile;
   static constexpr int kAllBarrier = 1, kGroupBarrier = 2;  // named; one of all who compute, one a warpgroup
   static constexpr int kAll = 128 * kTile.kConsumers;
-  static constexpr int kKeyCols = kTile.key_cols(), kValueCols = kTile.value_cols();
+  static constexpr int kKeyCols = kTile.key_cols(), kValueCols = kTile.value_cols(), kOwn = kTile.own_queries();
   using Shared = BackwardShared<Config>;
 
   const Problem& p;
@@ -139,6 +139,9 @@ struct BackwardConsumer {
         dq_ring{shared + Shared::kDqRing + group * Ring<1>::kBytes},
         q_ring{shared + Shared::kQRing} {}
 
+  // Of a tile's, the first of those whose scores this warpgroup works out.
+  __device__ __forceinline__ int first_query() const { return kTile.wide ? group * kOwn : 0; }
+
   template <class Action>
   __device__ __forceinline__ void one_a_warp(const Action& action) const {
     if (lane == 0) action();
@@ -158,13 +161,26 @@ struct BackwardConsumer {
     sync_group();
   }
 
+  // By a step. key, query: the first ones of `lane`, which, like `shared`, the step has worked out for itself.
+  template <Body kBody, bool kMasked>
+  __device__ __forceinline__ auto make_scores(uint32_t shared, uint32_t lane, Seen& seen, int key, int query) const {
+    return Scores<kBody != Body::kGeneral, kMasked, kOwn / 8, kTile.queries * 4>{
+        score,
+        seen,
+        key,
+        query,
+        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + first_query() * 4 + lane % 4 * 8,
+        operands(),
+        p.T};
+  }
+
   // By a step, of what it masks.
   template <Body kBody, class Plans>
   __device__ __forceinline__ Seen see(const Plans& plans, int key, int query) const {
     if constexpr (kBody == Body::kPlain) return Seen(plans.mask(p), key, query);
     const BackwardOperands& known = operands();
     Seen seen(known.mask, key, query);
-    if (kBody == Body::kSpans) known.ask_who(known.acts, Lines<false, kTile.own_queries() / 4>{query, key}, seen.bits);
+    if (kBody == Body::kSpans) known.ask_who(known.acts, Lines<false, kOwn / 4>{query, key}, seen.bits);
     return seen;
   }
 

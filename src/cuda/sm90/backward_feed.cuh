@@ -9,8 +9,8 @@
 #include "core/problem.h"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
+#include "cuda/score.cuh"
 #include "cuda/sm90/backward_plan.cuh"
-#include "cuda/softmax.cuh"
 #include "cuda/tile/row_blocks.cuh"
 
 namespace jax_flash2::cuda::sm90 {

@@ -88,14 +88,7 @@ struct NarrowTile : BackwardConsumer<Config> {
       ptx::Wgmma<Element, kQueries>::template ss<Major::kK>(s, k_operand.step(k), q_operand.step(k, q_stage), k > 0);
     }
     ptx::wgmma_commit_group();
-    Scores<kPlain, kMasked, kCols8, kQueries * 4> scores{
-        score,
-        seen,
-        key(),
-        query(),
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + lane % 4 * 8,
-        this->operands(),
-        p.T};
+    auto scores = this->template make_scores<kBody, kMasked>(shared, lane, seen, key(), query());
     if constexpr (!kPlain) {
       scores.look();
       ptx::wgmma_wait_group<0>();

@@ -4,11 +4,11 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/backward_operands.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/score_gradients.cuh"
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config_backward.cuh"
 #include "cuda/sm90/pipeline.cuh"

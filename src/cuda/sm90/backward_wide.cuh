@@ -28,7 +28,7 @@ struct WideTile : BackwardConsumer<Config> {
   static constexpr bool kPlain = kBody != Body::kGeneral, kSpans = kBody != Body::kPlain;
   using Base = BackwardConsumer<Config>;
   using Base::dk, Base::dv, Base::group, Base::dq_ring, Base::k_ring, Base::lane, Base::p, Base::q_ring, Base::thread;
-  using Base::kKeyCols, Base::kValueCols;
+  using Base::first_query, Base::kKeyCols, Base::kOwn, Base::kValueCols;
   using Base::kTile, Base::kGroupBarrier, Base::one_a_warp, Base::sync_all, Base::score, Base::scale_log2;
   using Shared = typename Base::Shared;
   using KTile = typename Shared::KTile;
@@ -39,7 +39,7 @@ struct WideTile : BackwardConsumer<Config> {
   using PTile = typename Shared::PTile;
   static constexpr int kKeys = kTile.keys(), kQueries = kTile.queries;
   static constexpr int kHeadDim = kTile.head_dim, kValueDim = kTile.value_dim;
-  static constexpr int kOwn = kQueries / 2, kOwn8 = kOwn / 8;  // a warpgroup's queries
+  static constexpr int kOwn8 = kOwn / 8;
   static constexpr int kRounds = kTile.dq_rounds, kRoundCols = Shared::kRoundCols, kRound8 = kRoundCols / 8;
   static_assert(kKeys == 64 && kQueries == 64 && kRounds <= 2 && kTile.dq_cols(0) == kKeyCols);
   // The general body sends both rounds at once: kept for later, ptxas makes it wait for products that it need not
@@ -63,8 +63,8 @@ struct WideTile : BackwardConsumer<Config> {
     constexpr int kValuePart = kValueCols / DoutTile::kPanelCols * DoutTile::kPanelBytes;
     const tile::Operand<KTile, Major::kK> k_operand(shared + Shared::kK);
     const tile::Operand<VTile, Major::kK> v_operand(shared + Shared::kV);
-    const tile::Operand<QTile, Major::kK> q_operand(shared + Shared::kQ, group * kOwn);
-    const tile::Operand<DoutTile, Major::kK> dout_operand(shared + Shared::kDout, group * kOwn);
+    const tile::Operand<QTile, Major::kK> q_operand(shared + Shared::kQ, first_query());
+    const tile::Operand<DoutTile, Major::kK> dout_operand(shared + Shared::kDout, first_query());
     const tile::Operand<QTile, Major::kMN> q_cols_operand(shared + Shared::kQ + group * kKeyPart);
     const tile::Operand<DoutTile, Major::kMN> dout_cols_operand(shared + Shared::kDout + group * kValuePart);
     const tile::Operand<KTile, Major::kMN> k_cols_operand(shared + Shared::kK + group * kKeyPart);
@@ -73,7 +73,7 @@ struct WideTile : BackwardConsumer<Config> {
     const tile::Operand<DsTile, Major::kK> ds_operand(shared + Shared::kDs);
     const uint32_t p_s = shared + Shared::kP + PTile::offset(warp * 16 + lane % 16, group * 4 + lane / 16);
     const uint32_t ds_s =
-        shared + Shared::kDs + DsTile::offset(group * kOwn + (lane >> 4) * 8 + (lane & 7), warp * 2 + (lane >> 3 & 1));
+        shared + Shared::kDs + DsTile::offset(first_query() + (lane >> 4) * 8 + (lane & 7), warp * 2 + (lane >> 3 & 1));
 
     const int i0 = m * kQueries;
     const Mask mask = kMasked ? plans.mask(p) : Mask{};
@@ -82,7 +82,7 @@ struct WideTile : BackwardConsumer<Config> {
     float s[kOwn8][4], dp[kOwn8][4];
 
     const int key = (kPlain && !kMasked ? 0 : plans.tile() * kKeys) + int(warp) * 16 + int(lane) / 4,
-              query = i0 + group * kOwn + int(lane) % 4 * 2;
+              query = i0 + first_query() + int(lane) % 4 * 2;
     Seen seen;
     if constexpr (kMasked && kSpans) seen = this->template see<kBody>(plans, key, query);  // early: it waits for memory
     q_ring.wait_full();
@@ -95,14 +95,7 @@ struct WideTile : BackwardConsumer<Config> {
       ptx::Wgmma<Element, kOwn>::template ss<Major::kK>(s, k_operand.step(k), q_operand.step(k, q_stage), k > 0);
     }
     ptx::wgmma_commit_group();
-    Scores<kPlain, kMasked, kOwn8, kQueries * 4> scores{
-        score,
-        seen,
-        key,
-        query,
-        shared + Shared::kStatistics + q_ring.stage * Shared::kStatisticsBytes + group * kOwn * 4 + lane % 4 * 8,
-        this->operands(),
-        p.T};
+    auto scores = this->template make_scores<kBody, kMasked>(shared, lane, seen, key, query);
     if constexpr (!kPlain) {
       scores.look();
       ptx::wgmma_wait_group<0>();

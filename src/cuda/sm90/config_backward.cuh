@@ -35,7 +35,7 @@ struct BackwardTile {
   constexpr int value_cols() const { return wide ? value_dim / 2 : value_dim; }
   static constexpr int panel_cols(int cols) { return cols % 64 == 0 ? 64 : 32; }
 
-  // Who works out what of dQ: with 128 queries each warpgroup has 64 of them, else each has some columns.
+  // Who works out what of dQ: with 128 queries each warpgroup has 64 of them, else some columns, the first perhaps all.
   constexpr bool dq_by_rows() const { return queries == 128; }
   constexpr int dq_cols(int group) const {
     if (dq_by_rows()) return head_dim;

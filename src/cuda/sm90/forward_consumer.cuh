@@ -1,6 +1,6 @@
 // A warpgroup of the forward that computes 64 rows, FlashAttention-3's way: a step issues the scores of one key tile, then
 // the output's share of the tile before, whose powers are at hand, and works out the softmax of the first while the second
-// runs. Asks Mask, Score and Operands, and never knows which feature it serves.
+// runs. Asks Mask, Score and Operands what a score is; of features it knows dropout, of powers, and sinks, which end a row.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -83,16 +83,9 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const Mask mask = Mask::make(p.spec, int(start.z), int(start.w));
     const int row = int(start.y) + lane_row;
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
-    // Of all bodies but the plain one. Read where they are needed: there are no registers to keep them.
+    // Of all bodies but the plain one. But for what is held they are read where they are needed, for lack of registers.
     const Operands& operands = *Shared::operands(shared, works.stage);
-    const Acts acts = kPlain ? Acts{} : operands.acts;
-    float slope = 0;
-    int positions[2] = {};
-    if (acts.slope()) {
-      slope = operands.addend.slope;
-#pragma unroll
-      for (int h = 0; h < 2; h++) positions[h] = query(h) < p.T ? operands.position(query(h)) : 0;
-    }
+    const Held held = kPlain ? Held{} : operands.hold(query(0), p.T);
     const Live live_of_mask = mask.live_keys();
     const auto live_keys = [&] { return kSpans ? operands.mask.live_keys() : live_of_mask; };
     Range spans[2] = {};  // of this lane's rows
@@ -187,7 +180,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
           const Range keys = keys_of(h);
           seen[word][h] = tile::column_bits({keys.begin - column0, keys.end - column0}, word * kPairs);
         }
-        if constexpr (kSpans) operands.ask_who(kPlain ? operands.acts : acts, lines(kv_tile, word), seen[word]);
+        if constexpr (kSpans) operands.ask_who(kPlain ? operands.acts : held.acts, lines(kv_tile, word), seen[word]);
       }
     };
     // The scores of a tile, as the tensor core left them, to their powers.
@@ -197,15 +190,8 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       for (int word = 0; word < kWords; word++) {
         const auto at = [&](int h, int x) -> float& { return s[word * kPairs / 2 + x / 2][2 * h + x % 2]; };
         if constexpr (!kPlain) {
-          if (kMasked && acts.bias()) {
-            constexpr int kPart = kValueDim <= 128 ? kPairs : 4;  // what there are registers for
-            operands.add_bias<kPart>(lines(kv_tile, word), seen[word], at);
-          }
-          if (acts.slope()) {
-            const int column = lines(kv_tile, word).j;
-            Pairs::with_distances({positions[0] - column, positions[1] - column},
-                                  [&](int h, int x, float distance) { at(h, x) -= slope * distance; });
-          }
+          constexpr int kPart = kValueDim <= 128 ? kPairs : 4;  // what there are registers for
+          operands.add<kMasked, kPart>(held, lines(kv_tile, word), seen[word], at);
         }
         if constexpr (kMasked) {
           if (!kPlain && __all_sync(~0u, Pairs::are_whole(seen[word]))) continue;

@@ -54,7 +54,8 @@ struct Cut {
   int pack_log2;
   Schedule schedule;
   bool queued;  // blocks are to ask for their tiles
-  double time;  // until the last block is done, in (row, key) pairs of one at full rate
+  // Until the last block is done, in (row, key) pairs of one at full rate. For the plain body, which has a choice of Configs.
+  double time;
 };
 
 template <class Config>
