@@ -62,11 +62,11 @@ def attention(
     that no query may read, and queries that read no key, may hold NaN. Only a true -inf in `bias` removes a key.
 
     Kernels serve every keyword; on CUDA not deterministic=True with the gradient of a bias that is shared along an axis
-    or, in 16 bits, of alibi_slopes. What is not differentiated in costs no gradient. On CUDA float32 is multiplied in
-    float32, never TF32, and takes many times as long as 16 bits.
+    or, in 16 bits, of alibi_slopes. What is not differentiated in costs no gradient. On CUDA float32 and float64 are
+    multiplied as they are, never in TF32, and take many times as long as 16 bits.
 
     Args:
-      query: [*B, T, N, D]; bfloat16, float16, float32 or float64, the last on CPU only. 1 <= D, Dv <= 256.
+      query: [*B, T, N, D]; bfloat16, float16, float32 or float64. 1 <= D, Dv <= 256.
       key: [*B, S, K, D], of query's dtype; N must be a multiple of K.
       value: [*B, S, K, Dv], of query's dtype.
       bias: floating [*#B, #N, #T, #S], added to the scores. Has a gradient.

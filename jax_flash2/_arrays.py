@@ -31,7 +31,7 @@ ARRAYS = {
     "dq": _Array("TND", "io"),
     "dk": _Array("SKD", "io"),
     "dv": _Array("SKV", "io"),
-    "delta": _Array("NT", "float32"),
+    "delta": _Array("NT", "real"),
     "dq_acc": _Array("NTD", "float32"),
     "dk_acc": _Array("KSD", "float32"),
     "dv_acc": _Array("KSV", "float32"),

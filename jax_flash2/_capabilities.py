@@ -18,8 +18,8 @@ def capabilities() -> dict[str, Any]:
       and for `cuda`, which is None where `platforms` lacks it, also
         `head_dims`: of the kernels' queries and keys; other head dims up to the largest run on the next wider one;
         `instances`: (architecture, pass, dtype, head dim of queries and keys, of values) of every kernel;
-        `devices`: name, compute capability and the architecture whose kernels would run in 16 bits ("fma" is float32's
-          on every device); [] without a GPU or driver;
+        `devices`: name, compute capability and the architecture whose kernels would run in 16 bits ("fma" is that of
+          float32 and float64 on every device); [] without a GPU or driver;
       `cuda_missing` says why it is None, and is None otherwise.
     """
     cuda, missing = None, None

@@ -81,10 +81,14 @@ def _up_to_last(names: Sequence[str], present: Container[str]) -> Sequence[str]:
 
 def _workspaces(dims: Dims) -> list[str]:
     """What the CUDA kernels scribble on, those of both passes: a pure function of shapes and of the dtype."""
-    if dims.avals["q"].dtype == np.float32:
+    if not _is_16_bit(dims):
         return ["delta"]
     grouped = ["dk_acc", "dv_acc"] if dims.sizes["N"] != dims.sizes["K"] else []
     return ["queue", "delta", "dq_acc", *grouped, "order"]
+
+
+def _is_16_bit(dims: Dims) -> bool:
+    return bool(np.dtype(dims.avals["q"].dtype).itemsize == 2)
 
 
 def _padding(dims: Dims, axis: str) -> int:
@@ -124,7 +128,7 @@ def _is_wide(name: str) -> bool:
 def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], fixed: Sequence[str], spec: AttentionSpec) -> None:
     dtype = str(dims.avals["q"].dtype)
     moving = {*operands} - {*fixed}
-    shared_sums = ["alibi_slopes"] if "alibi_slopes" in moving and dtype != "float32" else []
+    shared_sums = ["alibi_slopes"] if "alibi_slopes" in moving and _is_16_bit(dims) else []
     if "bias" in moving and any(not full for _, full in dims.axes("bias", dims.avals["bias"].shape)):
         shared_sums.append("a shared bias")
     if shared_sums and spec.deterministic and primitive.name == "flash_backward":
@@ -132,11 +136,6 @@ def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], fixed: Sequ
             f"deterministic=True on CUDA does not serve the gradient of {' and '.join(shared_sums)}: the kernels sum "
             "it in any order. Leave deterministic=False, broadcast the bias to [*B, N, T, S], differentiate in the "
             "others alone, or run it on CPU"
-        )
-    if dtype not in _native.CUDA_DTYPES:
-        raise NotImplementedError(
-            f"attention on CUDA serves {', '.join(_native.CUDA_DTYPES)}, got {dtype}: cast query, key and value, or "
-            "run it on CPU"
         )
     if _native.cuda is None:
         if _has_cuda_device():

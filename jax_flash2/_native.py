@@ -6,7 +6,7 @@ from typing import Any
 from jax import ffi
 
 # What its kernels serve, and as what its instances() say it.
-CUDA_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+CUDA_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
 cpu: Any = import_module("jax_flash2._cpu")
 cuda: Any = None  # where this install has no CUDA code

@@ -52,7 +52,7 @@ def varlen_attention(
     seqused leaves out.
 
     Args:
-      query: [total_q, N, D]; bfloat16, float16, float32 or float64, the last on CPU only. 1 <= D, Dv <= 256.
+      query: [total_q, N, D]; bfloat16, float16, float32 or float64. 1 <= D, Dv <= 256.
       key: [total_k, K, D], of query's dtype; N must be a multiple of K.
       value: [total_k, K, Dv], of query's dtype.
       cu_seqlens_q: integers [B + 1], the start of each sequence and the end of the last; may be traced, and one program

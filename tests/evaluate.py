@@ -25,12 +25,12 @@ def _backends() -> list[str]:
 
 
 BACKENDS = _backends()
-DTYPES = {"cpu": ("float32", "float64", "bfloat16", "float16"), "cuda": ("float32", "bfloat16", "float16")}
+DTYPES = dict.fromkeys(("cpu", "cuda"), ("float32", "float64", "bfloat16", "float16"))
 Result = dict[str, Any]
 
 
 def skip_what_cuda_lacks(case: cases.Case, backend: str, dtype: str) -> None:
-    in_any_order = {"bias"} if dtype == "float32" else {"bias", "alibi_slopes"}
+    in_any_order = {"bias"} if dtype in ("float32", "float64") else {"bias", "alibi_slopes"}
     if backend == "cuda" and case.keywords.get("deterministic") and in_any_order & set(case.operands):
         pytest.skip("on CUDA these gradients are not deterministic, and test_errors sees that they are refused")
 

@@ -50,6 +50,7 @@ def test_the_online_softmax(tmp_path: pathlib.Path) -> None:
 def test_which_kernels_a_device_gets(tmp_path: pathlib.Path) -> None:
     """By compute capability: none is refused that could run, none falls back in silence."""
     rows = [("sm90", dtype) for dtype in ("f16", "bf16")] + [("sm80", dtype) for dtype in ("f16", "bf16")]
-    rows = [f"JAX_FLASH2_INSTANCE({arch}, forward, {dtype}, 64, 64)" for arch, dtype in [*rows, ("fma", "f32")]]
+    rows += [("fma", dtype) for dtype in ("f32", "f64")]
+    rows = [f"JAX_FLASH2_INSTANCE({arch}, forward, {dtype}, 64, 64)" for arch, dtype in rows]
     (tmp_path / "instances.inc").write_text("\n".join(rows) + "\n")
     _passes_on_the_host(tmp_path, ["tests/cpp/dispatch_test.cc", "src/cuda/dispatch.cc"])

@@ -1,6 +1,6 @@
 """Derivatives of gradients, and forward mode, against those of the oracle in plain jax.numpy; and what they cost.
 
-In float64 on CPU, where the kernels too are that accurate, but for the tests that name a backend.
+In float64, where the kernels too are that accurate; on CPU, but for the tests that name a backend.
 """
 
 import functools
@@ -35,11 +35,9 @@ CASES = [case for case in cases.CASES if case.id in CHOSEN]
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(request):
-    if "backend" in request.fixturenames:
-        yield
-        return
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+def _in_float64(request):
+    backend = request.getfixturevalue("backend") if "backend" in request.fixturenames else "cpu"
+    with jax.enable_x64(True), jax.default_device(jax.devices(backend)[0]):
         yield
 
 
@@ -96,7 +94,7 @@ def _grad_of_grad(loss, xs, tangents):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_second_derivatives(case):
+def test_second_derivatives(case, backend):
     """Forward over reverse and, of every other case, reverse over reverse, in every operand at once."""
     xs, tangents, keywords = _arguments(case)
     order = (_jvp_of_grad, _grad_of_grad)[CASES.index(case) % 2]
@@ -108,7 +106,7 @@ def test_second_derivatives(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_attention_jvp(case):
+def test_attention_jvp(case, backend):
     xs, tangents, keywords = _arguments(case)
     primal, tangent = jax.jit(lambda xs, tangents: attention_jvp(xs, tangents, return_residual=True, **keywords))(
         xs, tangents
@@ -127,14 +125,14 @@ def _small():
 CAUSAL = {"is_causal": True, "causal_alignment": "bottom_right", "logits_soft_cap": 1.5}
 
 
-def test_hessian():
+def test_hessian(backend):
     xs = _small()
     for argnums in (0, 1, (0, 2)):
         got, want = (jax.jit(jax.hessian(_loss(CAUSAL, i), argnums))(*xs) for i in (None, "reference"))
         _near(got, want)
 
 
-def test_second_derivatives_equal_finite_differences():
+def test_second_derivatives_equal_finite_differences(backend):
     *xs, scale = _small()
     check_grads(lambda *xs: _loss(CAUSAL, None)(*xs, scale), xs, order=2, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-5)
 

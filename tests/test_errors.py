@@ -192,11 +192,12 @@ def _gradient_for(platform, *names, dtype=bf16, fixed=(), **keywords):
     return jax.jit(jax.grad(loss)).trace(wanted, others).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("dtype", [bf16, f32])
+@pytest.mark.parametrize("dtype", [bf16, f32, jnp.float64])
 @pytest.mark.parametrize("name", OPERANDS)
 def test_operands_compile_for_cuda(name, dtype):
     """Where they may remove pairs, q, k, v and dout are cleared of what may hold NaN first."""
-    text = _gradient_for("cuda", name, dtype=dtype)
+    with jax.enable_x64(dtype == jnp.float64):
+        text = _gradient_for("cuda", name, dtype=dtype)
     assert len(re.findall("custom_call @jax_flash2_(forward|backward)_v1", text)) == 2
     assert ("stablehlo.select" in text) == (name in ("bias", "mask", "segment ids"))
 
@@ -216,10 +217,12 @@ def test_constants_have_no_gradient_that_could_be_out_of_order():
         _gradient_for("cuda", *names, fixed=("alibi_slopes",), deterministic=True)
 
 
-def test_the_float32_kernels_sum_slopes_in_order():
-    _gradient_for("cuda", "alibi_slopes", dtype=f32, deterministic=True)
-    with pytest.raises(NotImplementedError, match="the gradient of a shared bias:"):
-        _gradient_for("cuda", "alibi_slopes", "bias", dtype=f32, deterministic=True)
+@pytest.mark.parametrize("dtype", [f32, jnp.float64])
+def test_the_kernels_by_fmas_sum_slopes_in_order(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        _gradient_for("cuda", "alibi_slopes", dtype=dtype, deterministic=True)
+        with pytest.raises(NotImplementedError, match="the gradient of a shared bias:"):
+            _gradient_for("cuda", "alibi_slopes", "bias", dtype=dtype, deterministic=True)
 
 
 @pytest.mark.parametrize("implementation", [None, "cpu", "reference"])
@@ -230,13 +233,6 @@ def test_operands_are_taken(name, implementation):
 
 def test_a_key_without_a_rate_is_not_dropout():
     trace(attention, {"dropout_rng": shape(2, dtype=jnp.uint32)})
-
-
-def test_cuda_refuses_float64():
-    arguments = {name: shape(*x.shape, dtype=jnp.float64) for name, x in QKV.items()}
-    with jax.enable_x64(True), pytest.raises(NotImplementedError) as error:
-        trace(attention, arguments | {"implementation": "cuda"})
-    assert all(word in str(error.value) for word in ("float64", "bfloat16, float16, float32", "Cast"))
 
 
 def test_cuda_on_a_cpu_is_refused_and_names_both():

@@ -288,12 +288,15 @@ def test_cuda_program_without_options():
     assert backward[2] == [q, q, q, *workspaces]
 
 
-def test_cuda_program_in_float32():
-    """Rows of 16 bytes are whole at multiples of 4, and sums are made in registers: delta is the only workspace."""
-    shapes = (B, T, N, 11), (B, S, K, 11), (B, S, K, 8)
-    forward, backward = _custom_calls(_gradients_of_plain, [jnp.zeros(shape) for shape in shapes])
-    q, k, v, out = f"{B}x{T}x{N}x12xf32", f"{B}x{S}x{K}x12xf32", f"{B}x{S}x{K}x8xf32", f"{B}x{T}x{N}x8xf32"
-    lse = f"{B}x{N}x{T}xf32"
+@pytest.mark.parametrize(("dtype", "width"), [("f32", 9), ("f64", 11)])
+def test_cuda_program_in_more_bits(dtype, width):
+    """Rows of 16 bytes are whole at multiples of 4 or 2. Sums are made in registers: delta is the only workspace."""
+    shapes = (B, T, N, width), (B, S, K, width), (B, S, K, 8)
+    with jax.enable_x64(dtype == "f64"):
+        forward, backward = _custom_calls(_gradients_of_plain, [jnp.zeros(shape) for shape in shapes])
+    q, k, v, out = (f"{B}x{x}x12x{dtype}" for x in (f"{T}x{N}", f"{S}x{K}", f"{S}x{K}", f"{T}x{N}"))
+    v, out = (x.replace("x12x", "x8x") for x in (v, out))
+    lse = f"{B}x{N}x{T}x{dtype}"
     assert forward[2] == [out, lse]
     assert backward[2] == [q, k, v, lse]
 
@@ -337,13 +340,6 @@ def test_attributes_are_the_spec(x64):
         assert attributes == fields
         assert forward[3]["window_left"] == "4 : i64"
         assert forward[3]["bottom_right"] == "true"
-
-
-def test_float64_on_cuda_is_refused():
-    with jax.enable_x64(True):
-        args = [x.astype("float64") for x in _arguments(_plain)]
-        with pytest.raises(NotImplementedError, match="CUDA serves bfloat16, float16, float32, got float64"):
-            _custom_calls(_plain, args)
 
 
 @pytest.mark.parametrize(("implementation", "platform"), [("cpu", "cuda"), ("cuda", "cpu")])

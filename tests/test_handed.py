@@ -86,10 +86,10 @@ def test_a_row_without_keys_does_not_poison_weight_gradients(rng, device):
         assert np.abs(np.asarray(gradient, np.float32)).max() > 0
 
 
-def test_no_infinity_on_the_way_in_float64():
+def test_no_infinity_on_the_way_in_float64(device):
     """A large negative number in place of -inf overflows when it is cast."""
     case = next(case for case in cases.CASES if case.id == "causal-square")
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), jax.default_device(device):
         arrays = {name: jnp.asarray(x, jnp.float64) for name, x in case.arrays().items()}
         with jax.debug_infs(True), jax.debug_nans(True):
             out = jax.jit(functools.partial(attention, is_causal=True))(*(arrays[n] for n in ("query", "key", "value")))

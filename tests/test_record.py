@@ -13,7 +13,8 @@ def test_the_native_module_is_built_from_this_tree():
 
 
 def test_a_build_that_lacks_kernels_is_no_proof(monkeypatch):
-    rows = [(arch, "forward", dtype, 64, 64) for arch, dtype in (("sm80", "bf16"), ("sm80", "f16"), ("fma", "f32"))]
+    kernels = (("sm80", "bf16"), ("sm80", "f16"), ("fma", "f32"), ("fma", "f64"))
+    rows = [(arch, "forward", dtype, 64, 64) for arch, dtype in kernels]
     device = {"name": "a GPU", "compute_capability": (9, 0), "arch": "sm90"}
 
     def lacking(instances, devices):
@@ -23,7 +24,7 @@ def test_a_build_that_lacks_kernels_is_no_proof(monkeypatch):
 
     assert lacking(rows, []) == []
     assert lacking(rows, [device]) == ["sm90"]
-    assert lacking(rows[:2], [device | {"arch": "sm80"}]) == ["float32"]
+    assert lacking(rows[:2], [device | {"arch": "sm80"}]) == ["float32", "float64"]
 
 
 def test_fresh_and_stale(tmp_path, capsys):

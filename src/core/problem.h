@@ -83,7 +83,7 @@ struct Problem {
   Extras grads;       // a slot per optional operand, see JAX_FLASH2_EXTRAS
 
   // Backward workspaces of the CUDA kernels, uninitialised.
-  Tensor delta;           // [*B, N, T] float32: rowsum(dout * out) - dlse
+  Tensor delta;           // [*B, N, T], as lse: rowsum(dout * out) - dlse
   Tensor dq_acc;          // [*B, N, T, D] float32
   Tensor dk_acc, dv_acc;  // [*B, K, S, D | Dv] float32, or absent where N == K
   Tensor order;           // [*B, N, order_entries(T)] int32; absent: only where not deterministic

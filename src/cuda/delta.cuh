@@ -25,15 +25,16 @@ __device__ __forceinline__ float2 to_float2(uint32_t pair) {
 }
 
 // Of query i, whose rowsum(dout * out) is `sum`: writes delta, which it returns, and its share of the sink's gradient.
-__device__ __forceinline__ float write_delta(const Problem& p, const Batch& b, int n, int i, bool live, float sum) {
+template <class Real>
+__device__ __forceinline__ Real write_delta(const Problem& p, const Batch& b, int n, int i, bool live, Real sum) {
   if (!live) sum = 0;  // a dead row may hold NaN
-  const float dlse = p.dlse.present() ? p.dlse.at<const float>(b, n)[i * p.dlse.row] : 0.0f;
-  const float delta = live ? sum - dlse : 0.0f;
-  p.delta.at<float>(b, n)[i * p.delta.row] = delta;
+  const Real dlse = p.dlse.present() ? p.dlse.at<const Real>(b, n)[i * p.dlse.row] : Real(0);
+  const Real delta = live ? sum - dlse : Real(0);
+  p.delta.at<Real>(b, n)[i * p.delta.row] = delta;
   if (p.grads.sinks.present()) {  // a row without keys has an lse all the same
-    const float lse = p.lse.at<const float>(b, n)[i * p.lse.row];
-    const float share = expf(p.sink<float>(b, n) - lse) * (dlse - sum);
-    p.grads.sinks.at<float>(b, n)[i * p.grads.sinks.row] = lse == -INFINITY ? 0.0f : share;
+    const Real lse = p.lse.at<const Real>(b, n)[i * p.lse.row];
+    const Real share = exp(p.sink<Real>(b, n) - lse) * (dlse - sum);
+    p.grads.sinks.at<Real>(b, n)[i * p.grads.sinks.row] = lse == -INFINITY ? Real(0) : share;
   }
   return delta;
 }

@@ -18,11 +18,19 @@ constexpr Instance kInstances[] = {
 #undef JAX_FLASH2_INSTANCE
 };
 
+struct DTypeRow {
+  DType dtype;
+  const char* name;
+  int bytes;
+};
+constexpr DTypeRow kDTypes[] = {
+    {DType::kF16, "f16", 2}, {DType::kBF16, "bf16", 2}, {DType::kF32, "f32", 4}, {DType::kF64, "f64", 8}};
+
 Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
-  const bool wide = p.dtype == DType::kF32;
-  const char* dtype = wide ? "f32" : p.dtype == DType::kBF16 ? "bf16" : p.dtype == DType::kF16 ? "f16" : nullptr;
-  if (!dtype) return {"CUDA kernels take bfloat16, float16 and float32"};
-  const int chunk = wide ? 4 : 8;
+  const DTypeRow* row = nullptr;
+  for (const DTypeRow& r : kDTypes) row = r.dtype == p.dtype ? &r : row;
+  if (!row) return {"CUDA kernels take bfloat16, float16, float32 and float64"};
+  const int chunk = 16 / row->bytes;
   if (p.D % chunk != 0 || p.Dv % chunk != 0) return {"CUDA kernels take heads whose rows are multiples of 16 bytes"};
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -32,10 +40,10 @@ Status dispatch(const char* pass, const Problem& p, cudaStream_t stream) {
   }
   const char* arch = arch_for(major, minor);
   if (!arch) return {"CUDA kernels need compute capability 8.0 or newer"};
-  for (const char* candidate : {wide ? "fma" : arch, "sm80"}) {
+  for (const char* candidate : {row->bytes > 2 ? "fma" : arch, "sm80"}) {
     for (const Instance& i : kInstances) {
       if (i.head_dim >= p.D && i.value_dim >= p.Dv && !std::strcmp(i.arch, candidate) && !std::strcmp(i.pass, pass) &&
-          !std::strcmp(i.dtype, dtype)) {
+          !std::strcmp(i.dtype, row->name)) {
         return i.run(p, stream);
       }
     }

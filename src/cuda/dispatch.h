@@ -18,7 +18,7 @@ struct Instance {
 std::span<const Instance> instances();
 
 // The kernels made for 16-bit numbers on a device of this compute capability; null when it can run none. What they lack,
-// those of sm80, which every device from 8.0 up runs, serve. So does every one run those of fma, which are for float32.
+// those of sm80, which every device from 8.0 up runs, serve. So does every one run those of fma: float32 and float64.
 const char* arch_for(int major, int minor);
 
 }  // namespace jax_flash2::cuda

@@ -22,16 +22,6 @@ struct ScoreGradients {
             slopes.present() ? slopes.at<float>(b, n) : nullptr, slopes.row};
   }
 
-  __device__ __forceinline__ void add_bias(int i, int j, float ds) const {
-    if (!bias_g) return;
-    float* const to = bias_g + i * bias_row + j * bias_col;
-    if (bias_shared) {
-      atomicAdd(to, ds);
-    } else {
-      *to = ds;  // this pair's own
-    }
-  }
-
   __device__ __forceinline__ bool present() const { return bias_g || slopes_g; }
 
   // Adds the gradients ds[h][x] of lines' scores, of the pairs that `pairs` names, all others being 0. By whole warps: the
@@ -68,8 +58,9 @@ struct ScoreGradients {
 
 // Zeroes what pairs are added to.
 inline Status clear_score_gradients(const Problem& p, cudaStream_t stream) {
+  const int bytes = p.dtype == DType::kF64 ? sizeof(double) : sizeof(float);
   const auto clear = [&](const Tensor& t, int64_t elements) {
-    return !t.present() || elements == 0 || cudaMemsetAsync(t.data, 0, elements * sizeof(float), stream) == cudaSuccess;
+    return !t.present() || elements == 0 || cudaMemsetAsync(t.data, 0, elements * bytes, stream) == cudaSuccess;
   };
   const Tensor& bias = p.grads.bias;
   int64_t own = (bias.head ? p.N : 1) * int64_t{bias.row ? p.T : 1} * (bias.col ? p.S : 1);

@@ -186,7 +186,7 @@ ffi::Error decode(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets, f
 #undef JAX_FLASH2_EXTRA
   if (backward) {
     for (Slot s : {Slot{"dq", "TND", type, &p->dq, true}, Slot{"dk", "SKD", type, &p->dk, true},
-                   Slot{"dv", "SKV", type, &p->dv, true}, Slot{"delta", "NT", f32, &p->delta, true},
+                   Slot{"dv", "SKV", type, &p->dv, true}, Slot{"delta", "NT", real, &p->delta, true},
                    Slot{"dq_acc", "NTD", f32, &p->dq_acc, true}, Slot{"dk_acc", "KSD", f32, &p->dk_acc, true},
                    Slot{"dv_acc", "KSV", f32, &p->dv_acc, true}, Slot{"order", "NO", s32, &p->order, true}}) {
       slots.push_back(s);

@@ -1,13 +1,13 @@
-// The forward pass in float32, by FMAs on every device from compute capability 8.0 up: a block owns 64 queries of one head
-// and walks the key tiles that its mask leaves, from the last to the first. Scores and the unscaled output stay in
-// registers; P goes through shared memory, inside a warp. Asks Mask, Score, Addend and Dropout, and never knows which
-// feature it serves.
+// The forward pass in float32 and float64, by FMAs on every device from compute capability 8.0 up: a block owns as many
+// queries of one head as a panel has rows and walks the key tiles that its mask leaves, from the last to the first. Scores
+// and the unscaled output stay in registers; P goes through shared memory, inside a warp. Asks Mask, Score, Addend and
+// Dropout, and never knows which feature it serves.
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "core/problem.h"
@@ -19,13 +19,17 @@
 
 namespace jax_flash2::cuda::fma {
 
-template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerSm)
+template <class Real, int kHeadDim>
+__global__ void __launch_bounds__(kThreads, ForwardConfig<Real, kHeadDim>::kBlocksPerSm)
     forward_kernel(const __grid_constant__ Problem p, const int tiles, const Body body) {
-  using Config = ForwardConfig<kHeadDim>;
-  extern __shared__ __align__(1024) float shared[];
-  float *const q_s = shared, *const kv_s = q_s + Config::kPanels * kPanel, *const p_s = kv_s + Config::kSlots * kPanel;
-  Plan* const plan_s = reinterpret_cast<Plan*>(p_s + kPanel);
+  using Config = ForwardConfig<Real, kHeadDim>;
+  constexpr int kSide = Panel<Real>::kSide, kPanel = Panel<Real>::kSize, kChunk = Panel<Real>::kChunk;
+  constexpr int kRows = Panel<Real>::kRows, kCols = Panel<Real>::kCols;
+  constexpr Real kLowest = std::numeric_limits<Real>::lowest();  // finite, so -inf - it is -inf
+  extern __shared__ __align__(1024) char shared[];
+  Real* const q_s = reinterpret_cast<Real*>(shared);
+  Real *const kv_s = q_s + Config::kPanels * kPanel, *const p_s = kv_s + Config::kSlots * kPanel;
+  Plan<Real>* const plan_s = reinterpret_cast<Plan<Real>*>(p_s + kPanel);
 
   const int head = blockIdx.x / tiles;
   const int i0 = (tiles - 1 - int(blockIdx.x) % tiles) * kSide;  // the last queries see most keys under a causal mask
@@ -35,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
   const Mask mask = p.mask(batch_row());
   const auto live_k = mask.live_keys();
   const Tiles keys = mask.key_tiles(i0, min_(i0 + kSide, p.T), kSide);
-  const Lane lane;
+  const Lane<Real> lane;
 
   const int k_panels = (p.D + kSide - 1) / kSide, v_panels = (p.Dv + kSide - 1) / kSide;
 
@@ -47,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
       const int tile = last ? kv_tile - 1 : kv_tile, panel = last ? 0 : opaque(x);
       if (tile < keys.begin) return;
       const bool of_k = panel < k_panels;
-      const Matrix from{of_k ? plan_s->k_g : plan_s->v_g, of_k ? p.k.row : p.v.row, of_k ? p.D : p.Dv};
+      const Matrix<Real> from{of_k ? plan_s->k_g : plan_s->v_g, of_k ? p.k.row : p.v.row, of_k ? p.D : p.Dv};
       load_panel(kv_s + to * kPanel, from, tile * kSide, (of_k ? panel : panel - k_panels) * kSide, live_k);
       ptx::cp_async_commit_group();
     };
@@ -55,25 +59,25 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
   if (keys.begin < keys.end) {
     if (threadIdx.x == 0) {
       const int k_head = query_head() / p.group();
-      plan_s->k_g = p.k.at<const float>(batch_row(), k_head), plan_s->v_g = p.v.at<const float>(batch_row(), k_head);
+      plan_s->k_g = p.k.at<const Real>(batch_row(), k_head), plan_s->v_g = p.v.at<const Real>(batch_row(), k_head);
       plan_s->full_begin = keys.full_begin, plan_s->full_end = keys.full_end;
       plan_s->plain = body != Body::kGeneral && mask.exact;
     }
     __syncthreads();  // the plan is there
-    const Matrix q{p.q.at<const float>(batch_row(), query_head()), p.q.row, p.D};
+    const Matrix<Real> q{p.q.at<const Real>(batch_row(), query_head()), p.q.row, p.D};
     for (int x = 0; x < k_panels; x++) load_panel(q_s + x * kPanel, q, i0, x * kSide, mask.live_queries());
     load(keys.end - 1, 0)(slot);
   }
 
-  float out[Config::kPanels][kRows][kCols] = {};
-  float top[kRows], sum[kRows] = {};  // of a row's scores; this lane's share of the powers
+  Real out[Config::kPanels][kRows][kCols] = {};
+  Real top[kRows], sum[kRows] = {};  // of a row's scores; this lane's share of the powers
 #pragma unroll
-  for (int r = 0; r < kRows; r++) top[r] = -FLT_MAX;  // finite, so -inf - it is -inf
+  for (int r = 0; r < kRows; r++) top[r] = kLowest;
 
 #pragma unroll 1
   for (int kv_tile = keys.end - 1; kv_tile >= keys.begin; kv_tile--) {
     const int j0 = kv_tile * kSide;
-    float s[kRows][kCols] = {};
+    Elements<Real> s = {};
 #pragma unroll 1
     for (int x = 0; x < k_panels; x++) {
       step<Config::kSlots>(
@@ -83,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
     }
 
     if (plan_s->plain) {
-      const float scale = float(p.spec.scale);
+      const Real scale = Real(p.spec.scale);
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
 #pragma unroll
@@ -102,15 +106,15 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
       }
     } else {
       const Mask mask = p.mask(batch_row());
-      const Pairs pairs = Pairs::make(p, batch_row(), query_head(), mask);
+      const Pairs pairs = Pairs<Real>::make(p, batch_row(), query_head(), mask);
       store_elements(p_s, s, lane);
-      each_block([&](int r, int c) {
+      each_block<Real>([&](int r, int c) {
         const Range seen[] = {mask.keys(i0 + lane.row(r)), mask.keys(i0 + lane.row(r + 1))};
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int i = i0 + lane.row(r + e / 2), j = j0 + lane.col(c + e % 2);
-          float& x = p_s[lane.at(r + e / 2, c + e % 2)];
-          const float added = pairs.added(i, j, seen[e / 2].has(j));
+          Real& x = p_s[lane.at(r + e / 2, c + e % 2)];
+          const Real added = pairs.added(i, j, seen[e / 2].has(j));
           // Selected, not added: a NaN of a key that the row does not see.
           x = added == -INFINITY ? added : pairs.score.template apply<Math>(x) + added;
         }
@@ -120,11 +124,11 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
 
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      float now = top[r];
+      Real now = top[r];
 #pragma unroll
-      for (int c = 0; c < kCols; c++) now = fmaxf(now, s[r][c]);
+      for (int c = 0; c < kCols; c++) now = fmax(now, s[r][c]);
       now = row_max(now);
-      const float factor = power(top[r] - now);
+      const Real factor = power(top[r] - now);
       top[r] = now, sum[r] *= factor;
 #pragma unroll
       for (int c = 0; c < kCols; c++) s[r][c] = power(s[r][c] - now), sum[r] += s[r][c];
@@ -136,12 +140,12 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
     }
     store_elements(p_s, s, lane);
     if (!plan_s->plain) {
-      const auto dropout = p.dropout<float>(batch_row(), query_head());
+      const auto dropout = p.dropout<Real>(batch_row(), query_head());
       if (dropout.present()) {
-        each_block([&](int r, int c) {
+        each_block<Real>([&](int r, int c) {
           const uint32_t kept = dropout.kept(i0 + lane.row(r), j0 + lane.col(c));
 #pragma unroll
-          for (int e = 0; e < 4; e++) p_s[lane.at(r + e / 2, c + e % 2)] *= kept >> e & 1 ? dropout.scale : 0.0f;
+          for (int e = 0; e < 4; e++) p_s[lane.at(r + e / 2, c + e % 2)] *= kept >> e & 1 ? dropout.scale : Real(0);
         });
       }
     }
@@ -157,29 +161,30 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
 
   const Batch b = batch_row();
   const int n = query_head();
-  float* const out_g = p.out.at<float>(b, n);
-  float* const lse_g = p.lse.at<float>(b, n);
+  Real* const out_g = p.out.at<Real>(b, n);
+  Real* const lse_g = p.lse.at<Real>(b, n);
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
     const int i = i0 + lane.row(r);
-    float total = row_sum(sum[r]), factor = 1, reference = top[r];
+    Real total = row_sum(sum[r]), factor = 1, reference = top[r];
     const bool reads = p.mask(b).live_queries().has(i) && total != 0;  // not `> 0`: a NaN goes on
-    if (!reads) total = 0, reference = -FLT_MAX;  // a tile that is full for its live rows gave this one keys too
-    const float sink = i < p.mask(b).q_len ? p.sink<float>(b, n) : -INFINITY;
+    if (!reads) total = 0, reference = kLowest;  // a tile that is full for its live rows gave this one keys too
+    const Real sink = i < p.mask(b).q_len ? p.sink<Real>(b, n) : Real(-INFINITY);
     if (sink != -INFINITY) {  // one more key, without a value
-      const float now = fmaxf(reference, sink);
-      factor = expf(reference - now);
-      total = total * factor + expf(sink - now), reference = now;
+      const Real now = fmax(reference, sink);
+      factor = exp(reference - now);
+      total = total * factor + exp(sink - now), reference = now;
     }
     factor /= total;
-    if (lane.tx == 0 && i < p.T) lse_g[i * p.lse.row] = total == 0 ? -INFINITY : reference + logf(total);
+    if (lane.tx == 0 && i < p.T) lse_g[i * p.lse.row] = total == 0 ? Real(-INFINITY) : reference + log(total);
 #pragma unroll
     for (int x = 0; x < Config::kPanels; x++) {
-      const int col = x * kSide + lane.tx * 4;
-      const float (&o)[kCols] = out[x][r];
-      const float4 scaled = {o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor};
+      const int col = x * kSide + lane.tx * kChunk;
+      Chunk<Real> scaled;
+#pragma unroll
+      for (int c = 0; c < kCols; c++) scaled.x[c] = out[x][r][c] * factor;
       // Not 0 times a NaN that other rows may read.
-      if (i < p.T && col < p.Dv) *reinterpret_cast<float4*>(out_g + i * p.out.row + col) = reads ? scaled : float4{};
+      if (i < p.T && col < p.Dv) store_chunk(out_g + i * p.out.row + col, reads ? scaled : Chunk<Real>{});
     }
   }
 }
@@ -187,11 +192,12 @@ __global__ void __launch_bounds__(kThreads, ForwardConfig<kHeadDim>::kBlocksPerS
 // The entry point that generated units instantiate: heads of up to kHeadDim columns, and as many of values.
 template <class Element, int kHeadDim, int kValueDim>
 Status forward(const Problem& p, cudaStream_t stream) {
-  static_assert(std::is_same_v<Element, float> && kValueDim == kHeadDim);
+  static_assert(std::is_floating_point_v<Element> && kValueDim == kHeadDim);
   if (p.B == 0 || p.N == 0 || p.T == 0) return {};
+  constexpr int kSide = Panel<Element>::kSide;
   const int tiles = (p.T + kSide - 1) / kSide;
-  return launch_kernel(forward_kernel<kHeadDim>, int64_t{p.B} * p.N * tiles, kThreads,
-                       ForwardConfig<kHeadDim>::kSharedBytes, stream, p, tiles, p.body());
+  return launch_kernel(forward_kernel<Element, kHeadDim>, int64_t{p.B} * p.N * tiles, kThreads,
+                       ForwardConfig<Element, kHeadDim>::kSharedBytes, stream, p, tiles, p.body());
 }
 
 }  // namespace jax_flash2::cuda::fma
