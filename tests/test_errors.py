@@ -277,5 +277,5 @@ def test_capabilities_are_plain_data():
     assert len(said["cpu"]["source_digest"]) == 64
     assert (said["cuda"] is None) == ("cuda" not in said["platforms"]) == (said["cuda_missing"] is not None)
     if said["cuda"] is not None:
-        assert said["cuda"]["dtypes"] == ["bfloat16", "float16", "float32"]
+        assert said["cuda"]["dtypes"] == ["bfloat16", "float16", "float32", "float64"]
         assert 256 in said["cuda"]["head_dims"]
