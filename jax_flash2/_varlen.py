@@ -61,7 +61,8 @@ def varlen_attention(
       cu_seqlens_k: integers [B + 1], likewise for keys. Where it is cu_seqlens_q, the same object, sequences have as
         many keys as queries, and both totals clamp.
       max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number, traced or not. Not used.
-      max_seqlen_k: likewise for keys. A static one helps to schedule the backward; a wrong one changes no result.
+      max_seqlen_k: likewise for keys. An int, rounded up to a multiple of 256, schedules the backward; a
+        wrong one changes no result.
       seqused_q: integers [B], how many queries of each sequence are used, clamped to its length; None: all. No
         gradient.
       seqused_k: integers [B], likewise for keys.
@@ -124,9 +125,17 @@ def varlen_attention(
             "2.1 has it); or pass one array twice."
         )
     packing = _checks.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q.shape[0], k.shape[0])
-    longest = min(int(max_seqlen_k), MAX_LENGTH) if isinstance(max_seqlen_k, (int, np.integer)) else None
-    call = call._replace(packing=packing, longest=longest, bottom_right=matters and causal_alignment == "bottom_right")
+    call = call._replace(
+        packing=packing, longest=_longest(max_seqlen_k), bottom_right=matters and causal_alignment == "bottom_right"
+    )
     return attend(call, deterministic, return_residual, implementation)
+
+
+def _longest(bound: Any) -> int | None:
+    """What is known of it when a program is compiled, in steps, so that one serves many bounds."""
+    if not isinstance(bound, (int, np.integer)):
+        return None
+    return min(-(-int(bound) // 256) * 256, MAX_LENGTH)
 
 
 def _check_bound(name: str, x: Any) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash2 import _api, _cpu, attention
+from jax_flash2 import _api, _cpu, attention, varlen_attention
 from jax_flash2._spec import EXTRAS, MAX_LENGTH, AttentionSpec, Extras
 
 
@@ -30,7 +30,7 @@ T, S = 7, 9
 
 @pytest.fixture
 def kernel_call(monkeypatch):
-    """Calls attention and returns what reaches the kernels: (spec, extras)."""
+    """Calls attention, or what it is given, and returns what reaches the kernels: (spec, extras)."""
     seen = []
 
     def flash_attention(query, key, value, extras, spec, **options):
@@ -39,9 +39,9 @@ def kernel_call(monkeypatch):
 
     monkeypatch.setattr(_api, "flash_attention", flash_attention)
 
-    def call(*, T=T, S=S, batch=(2,), **keywords):
+    def call(run=None, *, T=T, S=S, batch=(2,), **keywords):
         q, k = jnp.zeros((*batch, T, 4, 16)), jnp.zeros((*batch, S, 2, 16))
-        attention(q, k, k, **keywords)
+        run() if run else attention(q, k, k, **keywords)
         return seen[-1]
 
     return call
@@ -79,6 +79,17 @@ def test_keywords_become_fields(kernel_call, keywords, fields):
     spec, extras = kernel_call(**keywords)
     assert spec == dataclasses.replace(AttentionSpec(scale=0.25), **fields)
     assert extras == Extras()
+
+
+def test_a_static_bound_of_packed_sequences_is_a_hint(kernel_call):
+    x, starts = jnp.zeros((40, 2, 16)), jnp.asarray([0, 20, 40])
+
+    def longest(bound):
+        return kernel_call(lambda: varlen_attention(x, x, x, starts, starts, max_seqlen_q=40, max_seqlen_k=bound))[0]
+
+    assert [longest(bound).longest_span for bound in (1, 256, np.int32(300), 301)] == [256, 256, 512, 512]
+    assert longest(2**40).longest_span == MAX_LENGTH
+    assert longest(jnp.int32(7)).longest_span == -1  # it may be traced
 
 
 def test_lengths_make_the_alignment_matter(kernel_call):

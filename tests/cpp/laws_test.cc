@@ -468,36 +468,40 @@ void check_fixed_lists() {
         }
 }
 
-// Warps that draw chores, and blocks that draw the tiles between them, in any order come to an end: each in turn does what
-// it can, or waits for others. Of a chore the first half never waits.
-void check_chores() {
-  using cuda::sm90::ChoreQueue;
+// Whether warps that draw chores, and blocks that draw the tiles between them, come to an end where each in turn does what it
+// can, or waits for others. Of a chore the first half never waits.
+bool chores_end(uint32_t of_head, uint32_t heads, uint32_t workers, uint32_t ahead) {
+  const cuda::sm90::ChoreQueue queue{of_head * heads, ahead};
   std::mt19937 random(17);
+  std::vector<uint32_t> prepared(heads), added(heads), tile(workers), chore(workers);
+  std::vector<bool> has_tile(workers), waits(workers);
+  uint32_t tiles = 0, chores = 0, converted = 0, idle = 0;
+  while (converted < queue.units && idle < 1000 * workers) {
+    const uint32_t w = random() % workers;
+    idle++;
+    if (random() % 2) {
+      if (!has_tile[w] && tiles < queue.units) tile[w] = tiles++, has_tile[w] = true;
+      const uint32_t head = tile[w] / of_head;
+      if (has_tile[w] && prepared[head] == of_head) added[head]++, has_tile[w] = false, idle = 0;
+    } else {
+      if (!waits[w] && chores < queue.size()) {
+        chore[w] = chores++, waits[w] = chore[w] >= queue.ahead, idle = 0;
+        if (chore[w] < queue.units) prepared[chore[w] / of_head]++;
+      }
+      if (waits[w] && added[(chore[w] - queue.ahead) / of_head] == of_head) converted++, waits[w] = false, idle = 0;
+    }
+  }
+  return converted == queue.units;
+}
+
+void check_chores() {
   for (uint32_t of_head : {1u, 2u, 7u, 40u})
     for (uint32_t heads : {1u, 3u, 11u})
-      for (uint32_t workers : {1u, 3u, 9u}) {
-        const ChoreQueue queue{of_head * heads, 4 * std::max(of_head, workers)};
-        std::vector<uint32_t> prepared(heads), added(heads), tile(workers), chore(workers);
-        std::vector<bool> has_tile(workers), waits(workers);
-        uint32_t tiles = 0, chores = 0, converted = 0, idle = 0;
-        while (converted < queue.units && idle < 1000 * workers) {
-          const uint32_t w = random() % workers;
-          idle++;
-          if (random() % 2) {
-            if (!has_tile[w] && tiles < queue.units) tile[w] = tiles++, has_tile[w] = true;
-            const uint32_t head = tile[w] / of_head;
-            if (has_tile[w] && prepared[head] == of_head) added[head]++, has_tile[w] = false, idle = 0;
-          } else {
-            if (!waits[w] && chores < queue.size()) {
-              chore[w] = chores++, waits[w] = chore[w] >= queue.ahead, idle = 0;
-              if (chore[w] < queue.units) prepared[chore[w] / of_head]++;
-            }
-            if (waits[w] && added[(chore[w] - queue.ahead) / of_head] == of_head)
-              converted++, waits[w] = false, idle = 0;
-          }
-        }
-        expect(converted == queue.units, {}, "chores of %u heads of %u by %u", heads, of_head, workers);
-      }
+      for (uint32_t workers : {1u, 3u, 9u})
+        for (uint32_t ahead : {of_head, 4 * std::max(of_head, workers)})
+          expect(chores_end(of_head, heads, workers, ahead), {}, "chores of %u heads of %u by %u", heads, of_head,
+                 workers);
+  expect(!chores_end(7, 3, 3, 0), {}, "chores that are not ahead must wait for each other");
 }
 
 }  // namespace
