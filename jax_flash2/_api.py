@@ -13,7 +13,7 @@ from jax_flash2 import _checks, _mask, _options, _packing, reference
 from jax_flash2._spec import MAX_LENGTH, AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
-_OPEN = -1  # a window side without a bound
+_OPEN = -1  # a window side, or a span, without a bound
 
 
 def attention(

@@ -81,19 +81,19 @@ def _up_to_last(names: Sequence[str], present: Container[str]) -> Sequence[str]:
 
 def _workspaces(dims: Dims) -> list[str]:
     """What the CUDA kernels scribble on, those of both passes: a pure function of shapes and of the dtype."""
-    if not _is_16_bit(dims):
+    if _itemsize(dims) > 2:
         return ["delta"]
     grouped = ["dk_acc", "dv_acc"] if dims.sizes["N"] != dims.sizes["K"] else []
     return ["queue", "delta", "dq_acc", *grouped, "order"]
 
 
-def _is_16_bit(dims: Dims) -> bool:
-    return bool(np.dtype(dims.avals["q"].dtype).itemsize == 2)
+def _itemsize(dims: Dims) -> int:
+    return int(np.dtype(dims.avals["q"].dtype).itemsize)
 
 
 def _padding(dims: Dims, axis: str) -> int:
     """What a head lacks to the next width that the CUDA kernels take: rows of 16 bytes."""
-    return -dims.sizes[axis] % (16 // np.dtype(dims.avals["q"].dtype).itemsize)  # type: ignore[no-any-return]
+    return -dims.sizes[axis] % (16 // _itemsize(dims))  # type: ignore[no-any-return]
 
 
 def _padded(primitive: Any, operands: tuple[str, ...], *xs: Any, **params: Any) -> list[Any]:
@@ -128,7 +128,7 @@ def _is_wide(name: str) -> bool:
 def _check_cuda(primitive: Any, dims: Dims, operands: Sequence[str], fixed: Sequence[str], spec: AttentionSpec) -> None:
     dtype = str(dims.avals["q"].dtype)
     moving = {*operands} - {*fixed}
-    shared_sums = ["alibi_slopes"] if "alibi_slopes" in moving and _is_16_bit(dims) else []
+    shared_sums = ["alibi_slopes"] if "alibi_slopes" in moving and _itemsize(dims) == 2 else []
     if "bias" in moving and any(not full for _, full in dims.axes("bias", dims.avals["bias"].shape)):
         shared_sums.append("a shared bias")
     if shared_sums and spec.deterministic and primitive.name == "flash_backward":

@@ -37,9 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`backend` alone, or `backend` and `dtype` together: every pair that is served here."""
+    """`backend` alone, or `backend` and `dtype` together: every pair."""
     if "dtype" in metafunc.fixturenames and "backend" in metafunc.fixturenames:
-        pairs = [(backend, dtype) for backend in evaluate.BACKENDS for dtype in evaluate.DTYPES[backend]]
+        pairs = [(backend, dtype) for backend in evaluate.BACKENDS for dtype in evaluate.DTYPES]
         metafunc.parametrize(("backend", "dtype"), pairs, ids=["-".join(pair) for pair in pairs])
     elif "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", evaluate.BACKENDS)

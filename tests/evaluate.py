@@ -25,7 +25,7 @@ def _backends() -> list[str]:
 
 
 BACKENDS = _backends()
-DTYPES = dict.fromkeys(("cpu", "cuda"), ("float32", "float64", "bfloat16", "float16"))
+DTYPES = ("float32", "float64", "bfloat16", "float16")  # of every backend
 Result = dict[str, Any]
 
 

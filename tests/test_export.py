@@ -294,9 +294,8 @@ def test_cuda_program_in_more_bits(dtype, width):
     shapes = (B, T, N, width), (B, S, K, width), (B, S, K, 8)
     with jax.enable_x64(dtype == "f64"):
         forward, backward = _custom_calls(_gradients_of_plain, [jnp.zeros(shape) for shape in shapes])
-    q, k, v, out = (f"{B}x{x}x12x{dtype}" for x in (f"{T}x{N}", f"{S}x{K}", f"{S}x{K}", f"{T}x{N}"))
-    v, out = (x.replace("x12x", "x8x") for x in (v, out))
-    lse = f"{B}x{N}x{T}x{dtype}"
+    q, k = f"{B}x{T}x{N}x12x{dtype}", f"{B}x{S}x{K}x12x{dtype}"
+    v, out, lse = f"{B}x{S}x{K}x8x{dtype}", f"{B}x{T}x{N}x8x{dtype}", f"{B}x{N}x{T}x{dtype}"
     assert forward[2] == [out, lse]
     assert backward[2] == [q, k, v, lse]
 

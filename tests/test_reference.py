@@ -15,8 +15,8 @@ from jax_flash2 import reference
 
 # Each case in one dtype, in turn: a compilation takes a second. What only tiles can get wrong is left out.
 LAWS = [case for case in cases.OPERAND_CASES + cases.CASES if not case.id.startswith(("tiles-", "dim-"))]
-IN_TURN = list(zip(LAWS, itertools.cycle(evaluate.DTYPES["cpu"])))
-ALL_DTYPES = [(case, dtype) for case in LAWS if case.id == "everything" for dtype in evaluate.DTYPES["cpu"]]
+IN_TURN = list(zip(LAWS, itertools.cycle(evaluate.DTYPES)))
+ALL_DTYPES = [(case, dtype) for case in LAWS if case.id == "everything" for dtype in evaluate.DTYPES]
 
 
 @pytest.mark.parametrize(("case", "dtype"), dict.fromkeys(IN_TURN + ALL_DTYPES), ids=lambda x: getattr(x, "id", x))
