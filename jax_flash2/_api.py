@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash2 import _checks, _mask, _options, _packing, reference
+from jax_flash2 import _checks, _options, _packing, reference
 from jax_flash2._spec import MAX_LENGTH, AttentionSpec, Extras
 from jax_flash2._vjp import flash_attention
 
@@ -258,9 +258,8 @@ def _extras(call: _checks.Call) -> Extras:
     key_spans = query_spans = positions = flags = None
     if call.packing is not None:
         T, S, bottom_right = call.query.shape[-3], call.key.shape[-3], call.bottom_right
-        spans = _packing.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
-        key_spans, query_spans, positions = spans
-        flags = _mask.span_flags(True, key_spans, query_spans)
+        rows = _packing.packed(call.packing, queries=T, keys=S, window=_window(call), bottom_right=bottom_right)
+        key_spans, query_spans, flags, positions = rows
     return Extras(
         scale=call.scale.astype(jnp.float32) if isinstance(call.scale, jax.Array) else None,
         query_lens=call.query_lengths,

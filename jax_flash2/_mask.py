@@ -28,13 +28,15 @@ def visible(i: jax.Array, j: jax.Array, query_len: jax.Array, key_len: jax.Array
 
 def spans(begin: Any, end: Any, alive: Any) -> jax.Array:
     """[.., 2]: the span of each row, as src/core/spec.h has it. alive: whether the row takes part at all."""
-    return jnp.stack(jnp.broadcast_arrays(jnp.where(alive, begin, ~begin), end), -1)
+    first, end = jnp.broadcast_arrays(jnp.where(alive, begin, ~begin), end)
+    is_first = jnp.arange(2) == 0
+    return jnp.where(is_first, first[..., None], end[..., None])  # not a stack, of which XLA makes a kernel of its own
 
 
-def span_flags(exact: Any, key_spans: jax.Array, query_spans: jax.Array) -> jax.Array:
-    """int32 [*#B]: what src/core/spec.h says of the spans of both sides. exact: no operand removes what they leave."""
-    alive = jnp.all(key_spans[..., 0] >= 0, -1) & jnp.all(query_spans[..., 0] >= 0, -1)
-    return jnp.asarray(exact).astype(jnp.int32) + 2 * alive.astype(jnp.int32)
+def span_flags(exact: Any, alive: Any) -> jax.Array:
+    """int32: what src/core/spec.h says of the spans of both sides. exact: no operand removes what they leave; alive:
+    each row, and each key, takes part."""
+    return jnp.asarray(exact).astype(jnp.int32) + 2 * jnp.asarray(alive).astype(jnp.int32)
 
 
 def in_spans(j: jax.Array, of_rows: jax.Array) -> jax.Array:

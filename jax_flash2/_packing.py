@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from jax_flash2 import _mask
@@ -21,8 +22,9 @@ def packed(
     keys: Any,
     window: tuple[int | None, int | None],
     bottom_right: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(key_spans [queries, 2], query_spans [keys, 2], positions [queries]) of sequences that lie one behind the other.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(key_spans [queries, 2], query_spans [keys, 2], span_flags [], positions [queries]) of sequences that lie one
+    behind the other.
 
     packing: query_starts and key_starts [B + 1], B > 0, in [0, queries | keys] and never decreasing; query_lengths and
     key_lengths [B], which end before the next start. window: (left, right), None for an open side.
@@ -33,7 +35,9 @@ def packed(
     mine, other = (query_starts, query_lengths), (key_starts, key_lengths)
     key_spans, positions = _packed_side(*mine, *other, shift, queries, before, after)
     query_spans, _ = _packed_side(*other, *mine, -shift, keys, after, before)
-    return key_spans, query_spans, positions
+    alive = _are_alive(*mine, key_lengths, shift, queries, before, after)
+    alive &= _are_alive(*other, query_lengths, -shift, keys, after, before)
+    return key_spans, query_spans, _mask.span_flags(True, _all(alive)), positions
 
 
 @functools.partial(jax.jit, static_argnames="queries")
@@ -66,12 +70,36 @@ def _packed_side(
     return _mask.spans(begin, end, begin < end), position
 
 
+def _are_alive(starts: Any, lengths: Any, others: Any, shift: Any, size: Any, before: int, after: int) -> Any:
+    """bool [B]: whether each row of a sequence reads something, and none lies behind it, or before the first."""
+    first, last = shift, shift + lengths - 1
+    reads = (lengths == 0) | ((others > 0) & (first + after >= 0) & (last - before < others))
+    return reads & (starts[1:] - starts[:-1] == lengths) & (starts[0] == 0) & (starts[-1] == size)
+
+
+def _all(x: Any) -> Any:
+    """By halves, as XLA makes a kernel of its own of each reduction."""
+    count: Any = x.shape[0]
+    if not isinstance(count, int):
+        return jnp.all(x)
+    while count > 1:
+        half = (count + 1) // 2
+        x, count = x[:half] & x[count - half :], half
+    return x[0]
+
+
 def _sequence(starts: jax.Array, size: Any) -> jax.Array:
     """[size]: the sequence that a row lies in, or the one before or behind it."""
-    count = starts.shape[0]
-    if isinstance(count, int) and count <= 32:  # one loop over rows; of more XLA's for CPUs keeps all it compares
-        row = jnp.arange(size, dtype=jnp.int32)[:, None]
-        reached = jnp.sum(starts <= row, -1, dtype=jnp.int32)
-    else:
+    count: Any = starts.shape[0]
+    row = jnp.arange(size, dtype=jnp.int32)
+    if not isinstance(count, int):
         reached = jnp.cumsum(jnp.zeros(size + 1, jnp.int32).at[starts].add(1))[:-1]
+    elif count <= 32:  # one kernel; of more XLA's for CPUs would keep all it compares
+        reached = jnp.sum(starts <= row[:, None], -1, dtype=jnp.int32)
+    else:  # a search, of two
+        reached = jnp.zeros_like(row)
+        for step in reversed(range(count.bit_length())):
+            next_ = reached + np.int32(1 << step)
+            start = starts.at[jnp.minimum(next_, count) - 1].get(mode="promise_in_bounds")
+            reached = jnp.where((next_ <= count) & (start <= row), next_, reached)
     return jnp.clip(reached - 1, 0, count - 2)

@@ -53,7 +53,8 @@ def of(
             sides = [_reduced(keep, keep.ndim - 1), _reduced(keep, keep.ndim - 2)]
         by_query, by_key, exact = _from_sides(sides, mask.shape[-3], T, S)
     key_spans, query_spans = _mask.spans(*by_query), _mask.spans(*by_key)
-    flags = _mask.span_flags(exact, key_spans, query_spans)
+    alive = jnp.all(key_spans[..., 0] >= 0, -1) & jnp.all(query_spans[..., 0] >= 0, -1)
+    flags = _mask.span_flags(exact, alive)
     return {"key_spans": key_spans, "query_spans": query_spans, "span_flags": flags}
 
 

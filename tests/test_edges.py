@@ -19,7 +19,11 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("keywords", [{}, {"is_causal": True, "causal_alignment": "bottom_right"}], ids=["", "causal"])
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"is_causal": True, "causal_alignment": "bottom_right"}, {"deterministic": True}],
+    ids=["", "causal", "deterministic"],
+)
 @pytest.mark.parametrize(("q_shape", "k_shape"), EMPTY.values(), ids=EMPTY.keys())
 def test_empty_axes(q_shape, k_shape, keywords, device):
     with jax.default_device(device):
