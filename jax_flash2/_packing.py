@@ -1,16 +1,15 @@
-"""Packed sequences row by row: the operands key_spans, query_spans and positions of src/core/spec.h, made in jax.numpy.
+"""Packed sequences row by row: the operands key_spans, query_spans, span_flags and positions of src/core/spec.h.
 
-O(T + S) work and memory, whatever the masks hold. Knows no keyword of the public API and no kernel.
+Made in jax.numpy, in O(T + S) work and memory whatever the masks hold. Knows no keyword of the public API, no kernel.
 """
 
 import functools
 from typing import Any
 
 import jax
-import numpy as np
 from jax import numpy as jnp
 
-from jax_flash2 import _mask
+from jax_flash2 import _mask, _search
 from jax_flash2._spec import MAX_LENGTH
 
 
@@ -90,16 +89,11 @@ def _all(x: Any) -> Any:
 
 def _sequence(starts: jax.Array, size: Any) -> jax.Array:
     """[size]: the sequence that a row lies in, or the one before or behind it."""
-    count: Any = starts.shape[0]
-    row = jnp.arange(size, dtype=jnp.int32)
-    if not isinstance(count, int):
-        reached = jnp.cumsum(jnp.zeros(size + 1, jnp.int32).at[starts].add(1))[:-1]
-    elif count <= 32:  # one kernel; of more XLA's for CPUs would keep all it compares
-        reached = jnp.sum(starts <= row[:, None], -1, dtype=jnp.int32)
-    else:  # a search, of two
-        reached = jnp.zeros_like(row)
-        for step in reversed(range(count.bit_length())):
-            next_ = reached + np.int32(1 << step)
-            start = starts.at[jnp.minimum(next_, count) - 1].get(mode="promise_in_bounds")
-            reached = jnp.where((next_ <= count) & (start <= row), next_, reached)
+    count, row = starts.shape[0], jnp.arange(size, dtype=jnp.int32)
+
+    def is_reached(at: Any) -> Any:
+        return starts.at[at].get(mode="promise_in_bounds") <= row[:, None]
+
+    # XLA's for CPUs keeps all that nodes compare which are wider.
+    reached = _search.count_below(is_reached, row, count, most_bits=5)
     return jnp.clip(reached - 1, 0, count - 2)

@@ -14,9 +14,9 @@ import numpy as np
 from jax import ffi, lax
 from jax import numpy as jnp
 
-from jax_flash2 import _compat, _mask, _reads
+from jax_flash2 import _compat, _mask, _reads, _search
 from jax_flash2._arrays import Dims
-from jax_flash2._spec import MAX_LENGTH, AttentionSpec
+from jax_flash2._spec import AttentionSpec
 
 EXTENTS_TARGET = "jax_flash2_extents_v1"  # mask -> what src/cuda/extents.h says of its rows, and of its columns
 
@@ -124,7 +124,7 @@ def _rows(ids: Any, others: Any, bounds: tuple[Any, Any], count: Any, ordered: A
     begin, end = bounds
     padding = ids == _PADDING
     ends = jnp.where(padding[..., None], _PADDING, ids[..., None] + jnp.arange(2, dtype=jnp.uint32))
-    found = _count_below(lambda at: _take(others, at) < ends[..., None], ends, count)
+    found = _search.count_below(lambda at: _take(others, at) < ends[..., None], ends, count)
     exact_begin, exact_end = jnp.maximum(found[..., 0], begin), jnp.minimum(found[..., 1], end)
     meets = ~padding if aligned else ~padding & _meets(ids, others, begin, end, count)
     ordered = ordered[..., None]
@@ -144,30 +144,9 @@ def _meets(ids: Any, others: Any, begin: Any, end: Any, count: Any) -> Any:
         other, id_ = _take(others, at), ids[..., None]
         return (other < id_) | ((other == id_) & (_take(places, at) < begin[..., None]))
 
-    at = _count_below(below, jnp.broadcast_arrays(ids, begin)[0], count)
+    at = _search.count_below(below, jnp.broadcast_arrays(ids, begin)[0], count)
     last = jnp.minimum(at, jnp.asarray(count, jnp.int32) - 1)
     return (at == last) & (_take(others, last) == ids) & (_take(places, last) < end)
-
-
-def _count_below(is_below: Any, like: Any, count: Any) -> Any:
-    """int32, of like's shape: for how many of `count` sorted entries `is_below` holds, which is given [.., entries].
-
-    A search in a tree of few levels and wide nodes: XLA makes a kernel of each level, and one of few loads lasts no
-    shorter than one of many.
-    """
-    bits = (count - 1).bit_length() if isinstance(count, int) else MAX_LENGTH.bit_length() - 1
-    levels = max(1, -(-bits // 7))
-    width = -(-bits // levels)
-    at = jnp.zeros_like(like, jnp.int32)
-    for level in reversed(range(levels)):
-        stride = 1 << width * level
-        top = count // stride if isinstance(count, int) else 1 << (bits - width * level)
-        children = top if level == levels - 1 else (1 << width) - 1
-        probe = at[..., None] + jnp.arange(1, children + 1, dtype=jnp.int32) * np.int32(stride)
-        size = jnp.asarray(count, jnp.int32)
-        below = (probe <= size) & is_below(jnp.minimum(probe, size) - 1)
-        at = at + jnp.sum(below, -1, dtype=jnp.int32) * np.int32(stride)
-    return at
 
 
 def _take(x: Any, at: Any) -> Any:
