@@ -33,11 +33,12 @@ struct Dropout {
 
   // Words below round(rate 2^32), ties to even, are dropped.
   static JAX_FLASH2_HD Dropout make(double rate, const uint32_t* seed) {
+    if (!seed) return {};
     const double words = rate * 4294967296.0;
     auto threshold = static_cast<uint64_t>(words);
     const double rest = words - static_cast<double>(threshold);
     if (rest > 0.5 || (rest == 0.5 && threshold % 2)) threshold++;
-    if (!seed || threshold == 0) return {};
+    if (threshold == 0) return {};
     return {static_cast<uint32_t>(threshold - 1), seed[0], seed[1], static_cast<Real>(1 / (1 - rate))};
   }
 

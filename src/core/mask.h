@@ -26,7 +26,7 @@ struct Tiles {
 };
 
 // The keys of a query, or the queries of a key, as an operand gives them.
-struct Span {
+struct alignas(8) Span {
   int32_t first, end;  // first: begin, or ~begin where the row reads nothing (the key has no reader) all the same
 
   JAX_FLASH2_HD constexpr int begin() const { return first < 0 ? ~first : first; }
@@ -67,6 +67,13 @@ struct Mask {
   JAX_FLASH2_HD constexpr bool visible(int i, int j) const {
     if (key_spans) return keys(i).has(j) && queries(j).has(i);
     return i < q_len && j < k_len && i + off - left <= j && j <= i + off + right;
+  }
+
+  // Of query i, to be asked for before it is needed: where there are spans, its own.
+  JAX_FLASH2_HD constexpr Span span_of_query(int i) const {
+    if (key_spans) return i < q_len ? key_spans[i] : Span{~0, 0};
+    const Range seen = keys(i);
+    return seen.begin < seen.end ? Span{seen.begin, seen.end} : Span{~0, 0};
   }
 
   // Keys that query i sees, and queries that see key j.

@@ -52,10 +52,11 @@ struct Extras {
 // their place, and operands that remove pairs; and what acts on every score.
 enum class Body : uint8_t { kPlain, kSpans, kGeneral };
 
-// What blocks of a backward tell each other by, of each head: where the adding to dQ is ordered, how many had their turn at
-// each of its query tiles, of 32 rows or more, and else, in the places of the first ones, counters of the head. Behind
-// them, of the first head, the tickets that blocks have drawn; kChores, too, is a call's and lies in its first head.
-enum class HeadCounter { kPrepared, kAdded, kChores, kCount };
+// What blocks of a backward tell each other by, of each head: where the adding to dQ is ordered, how many had their turn
+// at each of its query tiles, of 32 rows or more, and else, in the places of the first ones, counters of the head, in
+// calls with as many turns at least. Behind them, of the first head, the tickets that blocks have drawn; kChores, too, is
+// a call's and lies in its first head.
+enum class HeadCounter { kPrepared, kAdded, kChores };
 JAX_FLASH2_HD constexpr int64_t order_turns(int64_t T) { return (T + 31) / 32; }
 JAX_FLASH2_HD constexpr int64_t order_entries(int64_t T) { return order_turns(T) + 1; }
 

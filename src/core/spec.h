@@ -52,7 +52,7 @@ struct Spec {
 //   scale        in place of Spec::scale. Slot: each query row's share of d loss / d scale
 //   query_lens   queries at or past it are padding: they read nothing
 //   key_lens     keys at or past it are padding: nobody reads them
-//   mask         one byte a pair: 0 removes it
+//   mask         one byte a pair, 0 or 1: 0 removes it
 //   query_ids    a query reads the keys of its own id only; a negative id is padding: it reads nothing,
 //   key_ids      and nobody reads it
 //   bias         added to the score; -inf removes the pair

@@ -96,6 +96,37 @@ __device__ __forceinline__ void gather(const T* array, int64_t row, int64_t col,
   }
 }
 
+// Takes from `pairs` what a mask removes whose rows are bytes of 0 and 1, as many as there are keys, a multiple of 4, and
+// begin at one. A quad of lanes holds the same queries of its warp's C fragments, whose first key is a multiple of 16, and
+// each lane reads 16 keys for all four.
+template <int kPairs>
+__device__ __forceinline__ void keep_of_quad(const uint8_t* mask, int queries, int64_t keys,
+                                             const Lines<true, kPairs>& lines, uint32_t (&pairs)[2]) {
+  static_assert(kPairs % 16 == 0);
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int x0 = 0; x0 < kPairs; x0 += 16) {
+    const int64_t key = lines.j - lane * 2 + tile::column_step(x0) + lane * 16;
+    uint32_t words[2][4] = {};
+#pragma unroll
+    for (int x = 0; x < 8; x++) {
+      const int query = lines.query(x / 4, 0), word = x % 4;
+      const auto* const row = reinterpret_cast<const uint32_t*>(mask + key + query * keys);
+      if (query < queries && key + 4 * word < keys) words[x / 4][word] = row[word];
+    }
+    uint32_t own = 0;  // a bit a byte, the first one's the lowest; 16 of each query
+#pragma unroll
+    for (int x = 0; x < 8; x++) own |= (words[x / 4][x % 4] * 0x01020408 >> 24) << 4 * x;
+    uint32_t kept = 0;
+#pragma unroll
+    for (int other = 0; other < 4; other++) {  // of whose keys two and two are this lane's, 8 keys apart
+      const uint32_t two = __shfl_sync(~0u, own, other, 4) >> lane * 2;
+      kept |= ((two & 0x00030003) | (two >> 6 & 0x000c000c)) << 4 * other;
+    }
+    pairs[0] &= ~(0xffffu << x0) | (kept & 0xffff) << x0, pairs[1] &= ~(0xffffu << x0) | kept >> 16 << x0;
+  }
+}
+
 // Zeroes what dropout drops of two neighbouring C fragments; query i and key j are the lane's first. What it keeps is yet
 // to be multiplied by its scale.
 __device__ __forceinline__ void drop(const Dropout<float>& dropout, int i, int j, float (&left)[4], float (&right)[4]) {
@@ -113,8 +144,9 @@ __device__ __forceinline__ void drop(const Dropout<float>& dropout, int i, int j
 struct Acts {
   uint32_t bits;
 
-  static constexpr uint32_t kMask = 1, kIds = 2, kBias = 4, kSlope = 8;
+  static constexpr uint32_t kMask = 1, kIds = 2, kBias = 4, kSlope = 8, kMaskInWords = 16;
   __device__ __forceinline__ bool mask() const { return bits & kMask; }
+  __device__ __forceinline__ bool mask_in_words() const { return bits & kMaskInWords; }  // for keep_of_quad
   __device__ __forceinline__ bool ids() const { return bits & kIds; }
   __device__ __forceinline__ bool bias() const { return bits & kBias; }
   __device__ __forceinline__ bool slope() const { return bits & kSlope; }
@@ -144,6 +176,8 @@ struct Operands {
     const auto bit = [](bool does, uint32_t bit) { return does ? bit : 0u; };
     acts.bits = bit(addend.mask, Acts::kMask) | bit(addend.query_ids, Acts::kIds) | bit(addend.bias, Acts::kBias) |
                 bit(addend.sloped, Acts::kSlope);
+    const bool aligned = reinterpret_cast<uintptr_t>(addend.mask) % 4 == 0 && addend.mask_row % 4 == 0;
+    if (acts.mask() && aligned && addend.mask_row > 0 && addend.mask_col == 1) acts.bits |= Acts::kMaskInWords;
   }
 
   // What needs no scores. Takes from `pairs` those that operands remove; a bias sets what it adds to the others. One operand
@@ -181,8 +215,14 @@ struct Operands {
   template <bool kAlongKeys, int kPairs>
   __device__ __forceinline__ void ask_who(Acts acts, const Lines<kAlongKeys, kPairs>& lines,
                                           uint32_t (&pairs)[2]) const {
-    if (acts.mask()) {
-      constexpr int kPart = min_(kPairs, 8);
+    constexpr bool kFew =
+        kAlongKeys && kPairs > 8;  // what there are registers for in forwards that ask for all at once
+    bool ask_mask = acts.mask();
+    if constexpr (kAlongKeys && kPairs % 16 == 0) {
+      if (acts.mask_in_words()) keep_of_quad(addend.mask, mask.q_len, addend.mask_row, lines, pairs), ask_mask = false;
+    }
+    if (ask_mask) {
+      constexpr int kPart = min_(kPairs, kFew ? 2 : 8);
 #pragma unroll
       for (int x0 = 0; x0 < kPairs; x0 += kPart) {
         const auto part = lines.template part<kPart>(x0);
@@ -193,19 +233,28 @@ struct Operands {
       }
     }
     if (acts.ids()) {
-      int32_t own[2], ids[kPairs];
+      int32_t own[2];
       const uint32_t some = pairs[0] | pairs[1];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         own[h] = !pairs[h] ? -1 : kAlongKeys ? addend.query_ids[lines.query(h, 0)] : addend.key_ids[lines.key(h, 0)];
       }
       const int32_t* const others = kAlongKeys ? addend.key_ids + lines.j : addend.query_ids + lines.i;
+      constexpr int kPart = kFew ? 8 : kPairs;
+      static_assert(kPairs % kPart == 0);
 #pragma unroll
-      for (int x = 0; x < kPairs; x++) ids[x] = some >> x & 1 ? others[tile::column_step(x)] : -1;
+      for (int x0 = 0; x0 < kPairs; x0 += kPart) {
+        int32_t ids[kPart];
+#pragma unroll
+        for (int x = 0; x < kPart; x++) ids[x] = some >> (x0 + x) & 1 ? others[tile::column_step(x0 + x)] : -1;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+          for (int x = 0; x < kPart; x++) pairs[h] &= ~(uint32_t(ids[x] != own[h]) << (x0 + x));
+        }
+      }
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int x = 0; x < kPairs; x++) pairs[h] &= ~(uint32_t(ids[x] != own[h]) << x);
         if (own[h] < 0) pairs[h] = 0;
       }
     }

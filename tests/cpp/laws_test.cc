@@ -70,7 +70,8 @@ void check_ranges(const Mask& m, const Table& t, const std::vector<char>& live_r
   for (int i = 0; i < t.rows; i++) {
     expect(m.live_queries().has(i) == bool(live_rows[i]), m, "live_queries at i=%d", i);
     for (int j = 0; j < t.cols; j++) {
-      expect(m.keys(i).has(j) == t.at(i, j), m, "keys(%d) at j=%d", i, j);
+      expect(m.keys(i).has(j) == t.at(i, j) && m.span_of_query(i).range().has(j) == t.at(i, j), m, "keys(%d) at j=%d",
+             i, j);
       expect(m.queries(j).has(i) == t.at(i, j), m, "queries(%d) at i=%d", j, i);
     }
   }
@@ -312,8 +313,9 @@ void sample_spans(int count) {
     for (int i = 0; i < T; i++) {
       expect(m.live_queries().has(i) == t.row_live(i), m, "spans: live query %d", i);
       for (int j = 0; j < S; j++) {
-        expect(t.at(i, j) == rows[i].has(j) && m.keys(i).has(j) == t.at(i, j) && m.queries(j).has(i) == t.at(i, j), m,
-               "spans: %d, %d", i, j);
+        expect(t.at(i, j) == rows[i].has(j) && m.keys(i).has(j) == t.at(i, j) && m.queries(j).has(i) == t.at(i, j) &&
+                   m.span_of_query(i).range().has(j) == t.at(i, j),
+               m, "spans: %d, %d", i, j);
       }
     }
     for (int j = 0; j < S; j++) expect(m.live_keys().has(j) == t.col_live(j), m, "spans: live key %d", j);
@@ -470,8 +472,8 @@ void check_fixed_lists() {
 
 // Whether warps that draw chores, and blocks that draw the tiles between them, come to an end where each in turn does what it
 // can, or waits for others. Of a chore the first half never waits.
-bool chores_end(uint32_t of_head, uint32_t heads, uint32_t workers, uint32_t ahead) {
-  const cuda::sm90::ChoreQueue queue{of_head * heads, ahead};
+bool chores_end(const cuda::sm90::ChoreQueue& queue, uint32_t of_head, uint32_t workers) {
+  const uint32_t heads = queue.units / of_head;
   std::mt19937 random(17);
   std::vector<uint32_t> prepared(heads), added(heads), tile(workers), chore(workers);
   std::vector<bool> has_tile(workers), waits(workers);
@@ -495,13 +497,15 @@ bool chores_end(uint32_t of_head, uint32_t heads, uint32_t workers, uint32_t ahe
 }
 
 void check_chores() {
+  using cuda::sm90::ChoreQueue;
   for (uint32_t of_head : {1u, 2u, 7u, 40u})
     for (uint32_t heads : {1u, 3u, 11u})
       for (uint32_t workers : {1u, 3u, 9u})
-        for (uint32_t ahead : {of_head, 4 * std::max(of_head, workers)})
-          expect(chores_end(of_head, heads, workers, ahead), {}, "chores of %u heads of %u by %u", heads, of_head,
-                 workers);
-  expect(!chores_end(7, 3, 3, 0), {}, "chores that are not ahead must wait for each other");
+        for (const uint32_t units = of_head * heads;
+             const ChoreQueue& queue : {ChoreQueue{units, of_head}, ChoreQueue::make(units, of_head, workers)})
+          expect(chores_end(queue, of_head, workers), {}, "chores of %u heads of %u by %u, %u ahead", heads, of_head,
+                 workers, queue.ahead);
+  expect(!chores_end({21, 0}, 7, 3), {}, "chores that are not ahead must wait for each other");
 }
 
 }  // namespace

@@ -14,6 +14,16 @@ static struct {
   unsigned x = 0;
 } threadIdx;
 static float __shfl_xor_sync(unsigned, float, int) { return 0; }
+// A quad is four runs, the lanes' one after the other, and then four again, of which each finds what all gave in the first.
+static struct {
+  uint32_t given[4][8];
+  int calls = 0;
+} quad;
+static uint32_t __shfl_sync(unsigned, uint32_t x, int lane, int width) {
+  const int group = quad.calls++ / width;
+  quad.given[threadIdx.x % 4][group] = x;
+  return quad.given[lane][group];
+}
 static void atomicAdd(float* to, float x) { *to += x; }
 
 #include "cuda/backward_operands.cuh"
@@ -110,6 +120,34 @@ void check_add(const Operands& o, Lines<kAlongKeys, kPairs> lines, const uint32_
   }
 }
 
+// A mask whose rows begin at multiples of 4 bytes, and end inside a lane's 16.
+template <int kPairs>
+void check_words(int i0, int j0, std::mt19937& random) {
+  constexpr int kRows = 20, kKeys = 148;
+  alignas(4) static uint8_t mask[kRows * kKeys];
+  for (uint8_t& x : mask) x = random() % 3 > 0;
+  Operands o{};
+  o.addend.mask = mask, o.addend.mask_row = kKeys, o.addend.mask_col = 1, o.mask.q_len = kRows, o.note_acts();
+  expect(o.acts.mask_in_words(), "a mask in words", i0, j0);
+  for (unsigned run = 0; run < 8; run++) {
+    threadIdx.x = run % 4, quad.calls = 0;
+    const Lines<true, kPairs> lines{i0, j0 + 2 * int(run % 4)};
+    uint32_t all[2] = {}, pairs[2];
+    lines.all([&](int h, int x) {
+      all[h] |= uint32_t(lines.query(h, x) < kRows && lines.key(h, x) < kKeys && random() % 8 > 0) << x;
+    });
+    pairs[0] = all[0], pairs[1] = all[1];
+    o.ask_who(o.acts, lines, pairs);
+    if (run < 4) continue;
+    lines.all([&](int h, int x) {
+      const int i = lines.query(h, x), j = lines.key(h, x);
+      const bool left = (all[h] >> x & 1) && o.addend.keeps(i, j);
+      expect((pairs[h] >> x & 1) == left, "who is left by words", i, j);
+    });
+  }
+  threadIdx.x = 0;
+}
+
 template <int kPairs>
 void check_differentiate(const Operands& o, Lines<false, kPairs> lines, const uint32_t (&pairs)[2], bool shared,
                          float softcap, std::mt19937& random) {
@@ -186,6 +224,9 @@ int main() {
            [&](auto& pairs) { check_differentiate(o, Lines<false, 16>{i, j}, pairs, which % 3 == 1, cap, random); });
       }
     }
+  }
+  for (int i = 0; i < 32; i++) {
+    for (int j = 0; j < 192; j += 16) check_words<16>(i, j, random), check_words<32>(i, j, random);
   }
   std::printf("%ld checks, %ld failed\n", checks, failures);
   return failures != 0;

@@ -1,12 +1,11 @@
 // The backward pass in float32 and float64, by FMAs on every device from compute capability 8.0 up, deterministic by
-// construction: no sum is made in memory. One kernel owns as many queries of a head as a panel has rows and walks the key
-// tiles that they meet, for dQ; another owns as many keys and walks the query tiles of all heads of its group, for dK and
-// dV. Both are one body: `own` rows stay,
-// `other` rows go by, and panels are own x other. Asks Mask, Score, Addend and Dropout, and never knows which feature it
-// serves.
+// construction: no sum is made in memory. One kernel owns as many queries of a head as a panel has rows and walks the
+// key tiles that they meet, for dQ; another owns as many keys and walks the query tiles of all heads of its group, for
+// dK and dV. Both are one body: `own` rows stay, `other` rows go by, and panels are own x other. Asks Mask, Score, Addend
+// and Dropout, and never knows which feature it serves.
 //
-// dQ is first: it also writes delta = rowsum(dout * out) - dlse, which the keys' kernels read, and all gradients of operands,
-// which belong to a query or a pair.
+// dQ is first: it also writes delta = rowsum(dout * out) - dlse, which the keys' kernels read, and all gradients of
+// operands, which belong to a query or a pair.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -28,7 +27,8 @@ namespace jax_flash2::cuda::fma {
 // What a kernel makes.
 enum class Makes { kDq, kDk, kDv, kDkDv };
 
-// delta and the sink's gradient of a panel of queries from i0 on; their lse and delta in shared memory, +inf and 0 for dead ones.
+// delta and the sink's gradient of a panel of queries from i0 on; their lse and delta in shared memory, +inf and 0 for
+// dead ones.
 template <class Real>
 __device__ __forceinline__ void find_delta(const Problem& p, const Batch& b, int n, const Mask& mask, int i0,
                                            Real* lse_s, Real* delta_s) {

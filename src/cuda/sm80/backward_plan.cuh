@@ -61,7 +61,8 @@ struct BackwardPlan {
     blocks = tiles * heads;
     const int64_t slots = int64_t(device.sms) * max_(one, 1);
     int64_t parts = 1;
-    if (p.dk_acc.present() && p.dv_acc.present() && !p.spec.deterministic && 0 < blocks && blocks < slots) {
+    const bool summed = p.T > 0 && p.dk_acc.present() && p.dv_acc.present();  // without queries nobody has cleared them
+    if (summed && !p.spec.deterministic && 0 < blocks && blocks < slots) {
       parts = (slots + blocks - 1) / blocks;
       if (parts > p.group()) parts = p.group();
       const int heads_of_part = (p.group() + parts - 1) / parts;
@@ -69,7 +70,8 @@ struct BackwardPlan {
     }
     // Under a causal mask, which spans may be, the last keys are first at any query.
     const bool descending = p.spec.window_right >= 0 || p.has_spans();
-    order = {uint32_t(tiles), uint32_t(parts), uint32_t(heads), p.spec.deterministic, descending};
+    const bool ordered = p.spec.deterministic && p.T > 0;  // without queries nobody adds, or has cleared the tickets
+    order = {uint32_t(tiles), uint32_t(parts), uint32_t(heads), ordered, descending};
     blocks *= parts;
   }
 };

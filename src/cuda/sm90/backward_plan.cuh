@@ -95,12 +95,11 @@ struct BackwardSchedule {
   // Warps that add dQ to memory: one a warpgroup, where no other has the chores.
   JAX_FLASH2_HD int drains() const { return chores ? 1 : BackwardTile::kConsumers; }
   JAX_FLASH2_HD bool waits() const { return chores && !drawn; }  // blocks for all others
-  JAX_FLASH2_HD ChoreQueue chore_queue() const {  // ahead by rounds, for the long tiles of a head end late
-    return {lists.units(), 4 * (lists.units_of_head() > resident ? lists.units_of_head() : resident)};
+  JAX_FLASH2_HD ChoreQueue chore_queue() const {
+    return ChoreQueue::make(lists.units(), lists.units_of_head(), resident);
   }
   JAX_FLASH2_HD Place drawn_place(uint32_t ticket) const {
-    const int tile = int(ticket % lists.tiles), head = int(ticket / lists.tiles);
-    return {first_long ? tile : int(lists.tiles) - 1 - tile, head % int(parts), head / int(parts), true};
+    return turned({int(lists.tiles - 1 - ticket % lists.tiles), int(ticket / lists.tiles), true});
   }
   // A step of a block's list, or what a ticket of an ordered call stands for.
   JAX_FLASH2_HD Place place(uint32_t unit, int step) const {
@@ -109,7 +108,12 @@ struct BackwardSchedule {
       return {int(descending ? lists.tiles - 1 - tile : tile), 0, int(unit / lists.tiles), true};
     }
     const FixedLists::Place at = lists.place(unit, step);
-    if (at.tile < 0) return {-1, 0, 0, false};
+    return at.tile < 0 ? Place{-1, 0, 0, false} : turned(at);
+  }
+
+ private:
+  // The long tiles are the last ones of lists.
+  JAX_FLASH2_HD Place turned(const FixedLists::Place& at) const {
     return {first_long ? int(lists.tiles) - 1 - at.tile : at.tile, int(at.head % parts), int(at.head / parts),
             at.ends_unit};
   }
@@ -236,7 +240,8 @@ struct Plans {
   __device__ __forceinline__ uint32_t slot() const { return shared + Shared::kPlan + ring.stage * Shared::kPlanBytes; }
 };
 
-inline constexpr int kFewestForChores = 1024, kMostKeysForLists = 8192;
+inline constexpr int kFewestForChores = 768, kMostKeysForLists = 8192;
+static_assert(int(HeadCounter::kChores) < order_turns(kFewestForChores));  // a head has its counters
 
 // The work of a call on the current device.
 template <class Config>
@@ -245,7 +250,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   const int64_t tiles = (int64_t(p.S) + kKeys - 1) / kKeys, heads = int64_t(p.B) * p.K;
   const int64_t resident = device_attribute(cudaDevAttrMultiProcessorCount);
   int64_t parts = 1;
-  if (p.dk_acc.present() && p.dv_acc.present() && !p.spec.deterministic && tiles * heads < resident) {
+  if (p.T > 0 && p.dk_acc.present() && p.dv_acc.present() && !p.spec.deterministic && tiles * heads < resident) {
     parts = std::min<int64_t>((resident + tiles * heads - 1) / (tiles * heads), p.group());
     const int64_t heads_of_part = (p.group() + parts - 1) / parts;
     parts = (p.group() + heads_of_part - 1) / heads_of_part;  // no part without a head
@@ -260,20 +265,23 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   const bool even = !p.ragged() && cost(tiles / 4) == cost(tiles / 2) && cost(tiles / 2) == cost(tiles * 3 / 4);
   schedule->parts = uint32_t(parts), schedule->resident = uint32_t(resident);
   schedule->first_long = p.has_spans() || cost(0) > cost(tiles - 1);
-  schedule->ordered = p.spec.deterministic;
+  schedule->ordered = p.spec.deterministic && p.T > 0;  // without queries nobody adds, or has cleared the tickets
   // Under a causal mask, which spans may be, the last keys are first at any query.
   schedule->descending = p.spec.window_right >= 0 || p.has_spans();
-  // Where tiles of keys meet few queries the products are done before the chores. Under a causal mask they meet half of all.
+  // Where tiles of keys meet few queries the products are done before the chores. They meet about as many queries as the
+  // longest span has keys, and at most twice as many as the middle tile, which under a causal mask meets half of all.
   // The chores leave out what delta.cuh knows of sinks.
   const int64_t longest = p.spec.longest_span < 0 ? p.S : p.spec.longest_span;
   const int64_t met = std::min<int64_t>({p.T, longest, 2 * cost(tiles / 2) * kQueries});
-  schedule->chores = BackwardShared<Config>::kHasChores && p.order.present() && !p.spec.deterministic && parts == 1 &&
-                     met >= kFewestForChores && !p.grads.sinks.present();
+  // Else `order` is absent, not cleared, or holds turns.
+  const bool counts = p.order.present() && p.T > 0 && !schedule->ordered;
+  schedule->chores =
+      BackwardShared<Config>::kHasChores && counts && parts == 1 && met >= kFewestForChores && !p.grads.sinks.present();
   // Lists are done sooner where it is known what tiles cost, but with chores their blocks wait for each other, and a head's
   // tiles must be done in few steps.
   const bool listed = !p.has_spans() && p.S <= kMostKeysForLists && tiles <= resident &&
                       device_attribute(cudaDevAttrCooperativeLaunch) != 0;
-  schedule->drawn = !schedule->ordered && (schedule->chores ? !listed : p.has_spans()) && p.order.present() && p.T > 0;
+  schedule->drawn = counts && (schedule->chores ? !listed : p.has_spans());
   schedule->lists = FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even || schedule->drawn,
                                      uint32_t(resident), schedule->waits());
   return {};

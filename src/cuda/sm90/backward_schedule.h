@@ -63,11 +63,15 @@ struct FixedLists {
 // The chores of a call in the order in which warps draw them: the x-th of them prepares unit x, and converts unit
 // x - ahead: where there are such units. A unit is a tile or a pair, as above.
 //
-// Nobody waits in vain where `ahead` is two heads or more: to prepare waits for nobody; to convert waits for a head's
-// tiles, and those for its units to be prepared, all of which were drawn before.
+// Nobody waits in vain where `ahead` is a head or more: to prepare waits for nobody; to convert waits for a head's tiles,
+// and those for its units to be prepared, all of which were drawn before.
 struct ChoreQueue {
   uint32_t units, ahead;
 
+  // resident: blocks that draw. Ahead by rounds, for the long tiles of a head end late.
+  JAX_FLASH2_HD static ChoreQueue make(uint32_t units, uint32_t units_of_head, uint32_t resident) {
+    return {units, 4 * (units_of_head > resident ? units_of_head : resident)};
+  }
   JAX_FLASH2_HD uint32_t size() const { return units + ahead; }
 };
 

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
     return;
   }
   ptx::setmaxnreg_dec<kTile.producer_registers()>();
-  if (warp == 0 && ptx::elect_sync()) load_keys<Config>(plan, shared);
+  if (warp == 0 && ptx::elect_sync()) load_keys<Config, kBody == Body::kPlain ? 0 : 4>(plan, shared);
   if (warp == 1) plan_tiles<Config, kBody>(p, plan, shared);
   if (warp == 2 && ptx::elect_sync()) load_queries<Config>(plan, shared);
 }

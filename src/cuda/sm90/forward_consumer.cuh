@@ -32,15 +32,13 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
   using VTile = typename Shared::VTile;
   using ptx::Major;
   typename Shared::WorkRing works{shared + Shared::kWorkRing};
-  typename Shared::QRing q_ring{shared + Shared::q_ring(consumer)};
+  typename Shared::QRing q_ring{};
   typename Shared::KRing k_ring{shared + Shared::kKRing};
   typename Shared::VRing v_ring{shared + Shared::kVRing};
-  const tile::Operand<QTile, Major::kK> q_operand(shared + Shared::q(consumer));
   const tile::Operand<KTile, Major::kK> k_operand(shared + Shared::kK);
   const tile::Operand<VTile, Major::kMN> v_operand(shared + Shared::kV);
 
   const int thread = threadIdx.x % 128, lane = thread % 32;
-  const int lane_row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of a tile; its other row is 8 further on
   const auto release = [&](auto& ring) {
     if (lane == 0) ring.release();
     ring.next();
@@ -80,20 +78,25 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       release(works);
       continue;
     }
+    // Worked out anew each time: what waits for the next tile may do so in local memory, which lies in L2.
+    const int row = int(start.y) + consumer * 64 + thread / 32 * 16 + lane / 4;  // this lane's; another is 8 further on
+    const tile::Operand<QTile, Major::kK> q_operand(shared + Shared::q(consumer));
+    q_ring.barriers = shared + Shared::q_ring(consumer);
     const Mask mask = Mask::make(p.spec, int(start.z), int(start.w));
-    const int row = int(start.y) + lane_row;
     const auto query = [&](int h) { return (row + 8 * h) >> pack_log2; };
     // Of all bodies but the plain one. But for what is held they are read where they are needed, for lack of registers.
     const Operands& operands = *Shared::operands(shared, works.stage);
     const Held held = kPlain ? Held{} : operands.hold(query(0), p.T);
     const Live live_of_mask = mask.live_keys();
     const auto live_keys = [&] { return kSpans ? operands.mask.live_keys() : live_of_mask; };
-    Range spans[2] = {};  // of this lane's rows
-    if constexpr (kSpans) {
+    const auto ask_spans = [&](Span(&spans)[2]) {
+      if constexpr (kSpans) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) spans[h] = operands.mask.keys(query(h));
-    }
-    const auto keys_of = [&](int h) { return kSpans ? spans[h] : mask.keys(query(h)); };
+        for (int h = 0; h < 2; h++) spans[h] = operands.mask.span_of_query(query(h));
+      }
+    };
+    Span first_spans[2];
+    ask_spans(first_spans);  // they may be far away
     const auto head = [&] { return int(ptx::ld_shared_b32(work + offsetof(Work, q_head))); };
     const Tiles tiles = read_tiles(work + sizeof(Work) + consumer * sizeof(Tiles));
     const auto finish = [&](RowEnd(&ends)[2]) {
@@ -134,8 +137,10 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     } else {
       score = p.score<float>(read_batch(work), head());
     }
+    bool live[2] = {};  // whether this lane's rows see a key, where spans say so
     const auto is_live = [&](int h) {
-      const Range keys = keys_of(h);
+      if constexpr (kSpans) return live[h];
+      const Range keys = mask.keys(query(h));
       return keys.begin < keys.end;
     };
     int summed = 0;  // whether out holds anything of this tile
@@ -171,14 +176,18 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const auto lines = [&](int kv_tile, int word) {
       return Pairs{query(0), first_column(kv_tile) + tile::column_step(word * kPairs)};
     };
-    const auto look = [&](int kv_tile, Seen& seen) {
+    const auto look = [&](int kv_tile, const Span(&spans)[2], Seen& seen) {
       const int column0 = first_column(kv_tile);
+      Range keys[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) keys[h] = kSpans ? spans[h].range() : mask.keys(query(h));
+#pragma unroll
+      for (int h = 0; h < 2; h++) live[h] = keys[h].begin < keys[h].end;
 #pragma unroll
       for (int word = 0; word < kWords; word++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const Range keys = keys_of(h);
-          seen[word][h] = tile::column_bits({keys.begin - column0, keys.end - column0}, word * kPairs);
+          seen[word][h] = tile::column_bits({keys[h].begin - column0, keys[h].end - column0}, word * kPairs);
         }
         if constexpr (kSpans) operands.ask_who(kPlain ? operands.acts : held.acts, lines(kv_tile, word), seen[word]);
       }
@@ -255,9 +264,9 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     ptx::pin(s);
     ptx::wgmma_fence();
     issue_scores();
-    softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
     Seen seen;
-    look(kv_tile, seen);  // waits for memory, while scores are worked out
+    look(kv_tile, first_spans, seen);  // waits for memory, while scores are worked out
+    softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
     ptx::wgmma_wait_group<0>();
     ptx::pin(s);
     release(k_ring);
@@ -277,7 +286,11 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       issue_output();
       next_turn();
       Seen seen;
-      if constexpr (kMasked) look(kv_tile, seen);
+      if constexpr (kMasked) {
+        Span spans[2];
+        ask_spans(spans);
+        look(kv_tile, spans, seen);
+      }
       ptx::wgmma_wait_group<1>();
       ptx::pin(s);
       release(k_ring);

@@ -57,7 +57,8 @@ __device__ __forceinline__ void load_queries(const ForwardPlan& plan, uint32_t s
   });
 }
 
-template <class Config>
+// kLeft: tiles of keys that are left to load when the planner is told to go on.
+template <class Config, int kLeft>
 __device__ __forceinline__ void load_keys(const ForwardPlan& plan, uint32_t shared) {
   using Shared = ForwardShared<Config>;
   ptx::prefetch_tensormap(&plan.k.map), ptx::prefetch_tensormap(&plan.v.map);
@@ -85,13 +86,19 @@ __device__ __forceinline__ void load_keys(const ForwardPlan& plan, uint32_t shar
     const auto load_v = [&](int kv_tile) {
       load.template operator()<typename Shared::VTile>(v_ring, Shared::kV, plan.v.map, kv_tile, head, v_batch);
     };
+    const auto tell_planner = [&](bool now) {
+      if (now) ptx::mbarrier_arrive(shared + Shared::kLoaded);
+    };
     if (tiles.begin < tiles.end) {
       load_k(tiles.end - 1);
 #pragma unroll 1
-      for (int kv_tile = tiles.end - 1; kv_tile > tiles.begin; kv_tile--) load_k(kv_tile - 1), load_v(kv_tile);
+      for (int kv_tile = tiles.end - 1; kv_tile > tiles.begin; kv_tile--) {
+        tell_planner(kv_tile == tiles.begin + kLeft);
+        load_k(kv_tile - 1), load_v(kv_tile);
+      }
       load_v(tiles.begin);
     }
-    ptx::mbarrier_arrive(shared + Shared::kLoaded);
+    tell_planner(tiles.end - tiles.begin <= kLeft || kLeft == 0);
   });
 }
 
