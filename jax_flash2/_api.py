@@ -154,7 +154,7 @@ def attend(
     out, lse = result
     lse = jnp.swapaxes(lse, -1, -2)
     if call.packing is not None and call.sinks is not None:  # to a kernel a row in no sequence is like one without keys
-        lse = jnp.where(_packing.in_sequence(call.packing, lse.shape[0])[:, None], lse, -jnp.inf)
+        lse = jnp.where(_packing.in_sequence(call.packing, lse.shape[0], call.key.shape[-3])[:, None], lse, -jnp.inf)
     return out, lse
 
 

@@ -20,13 +20,39 @@ MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-class Packing(NamedTuple):
-    """Sequences one behind the other along T and S. B > 0 of them; starts never decrease, whatever was given."""
+class Sequences(NamedTuple):
+    """Sequences one behind the other along T and S, B > 0 of them; starts never decrease."""
 
     query_starts: jax.Array  # [B + 1] int32 in [0, T], the last one being the end
     key_starts: jax.Array  # [B + 1] int32 in [0, S]
     query_lengths: jax.Array  # [B] int32: how much of each is used
     key_lengths: jax.Array  # [B] int32
+
+
+class Packing(NamedTuple):
+    """The same as it was given: any numbers."""
+
+    query_starts: jax.Array  # [B + 1] int32, the last one being the end
+    key_starts: jax.Array | None  # [B + 1] int32; None: the same
+    query_used: jax.Array | None  # [B] int32: how much of each is used; None: all
+    key_used: jax.Array | None  # [B] int32
+
+    def sequences(self, T: Any, S: Any) -> Sequences:
+        """Wrong numbers become right ones, by which only rows are read that exist. src/cuda/packs.cu does the same."""
+
+        def starts(x: jax.Array, total: Any) -> jax.Array:
+            return jax.lax.cummax(jnp.clip(x, 0, total))
+
+        def lengths(starts: jax.Array, used: jax.Array | None) -> jax.Array:
+            whole = starts[1:] - starts[:-1]
+            return whole if used is None else jnp.clip(used, 0, whole)
+
+        queries = starts(self.query_starts, T)
+        if self.key_starts is None:  # then lengths are equal, and no alignment matters, whatever the totals are
+            queries = keys = queries if T == S else jnp.minimum(queries, starts(self.query_starts, S))
+        else:
+            keys = starts(self.key_starts, S)
+        return Sequences(queries, keys, lengths(queries, self.query_used), lengths(keys, self.key_used))
 
 
 class Call(NamedTuple):
@@ -97,10 +123,10 @@ def check(
     if rate > 0 and dropout_rng is None:
         raise ValueError(f"dropout_rate is {rate} but dropout_rng is None. Pass a jax.random key, or dropout_rate=0.")
 
-    query_ids = _integers("query_segment_ids", query_segment_ids, batch, (("T", T),), -1, 2**31 - 1)
+    query_ids = _integers("query_segment_ids", query_segment_ids, batch, (("T", T),), low=-1)
     key_ids = query_ids  # one array stays one: what has the same ids on both sides is cheaper
     if key_value_segment_ids is not query_segment_ids or T != S:
-        key_ids = _integers("key_value_segment_ids", key_value_segment_ids, batch, (("S", S),), -1, 2**31 - 1)
+        key_ids = _integers("key_value_segment_ids", key_value_segment_ids, batch, (("S", S),), low=-1)
     score_axes = (("N", N), ("T", T), ("S", S))
     return Call(
         query=q,
@@ -124,9 +150,8 @@ def check(
     )
 
 
-def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any, T: Any, S: Any) -> Packing:
-    """Raises ValueError or TypeError for wrong input. Wrong numbers become right ones, by which only rows are read that
-    exist."""
+def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any) -> Packing:
+    """Raises ValueError or TypeError for wrong input; does not look at the numbers."""
     numbers = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -161,20 +186,15 @@ def packing(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any
             "one. Call it b + 1 in jax.export.symbolic_shape, or give it the constraint 'b >= 2'."
         ) from error
 
-    def starts(name: str, total: Any) -> jax.Array:
-        x: Any = _integers(name, numbers[name], (), (("B + 1", B + 1),), 0, total)
-        x = jax.lax.cummax(x)
+    def starts(name: str) -> jax.Array:
+        x: Any = _integers(name, numbers[name], (), (("B + 1", B + 1),))
         return jnp.concatenate([x, x]) if B == 0 else x  # one empty sequence, then
 
-    def lengths(name: str, starts: jax.Array, total: Any) -> jax.Array:
-        whole = starts[1:] - starts[:-1]
-        used = _integers(name, numbers[name], (), (("B", B),), 0, total)
-        return whole if used is None or B == 0 else jnp.minimum(whole, used)
+    def used(name: str) -> jax.Array | None:
+        return None if B == 0 else _integers(name, numbers[name], (), (("B", B),))
 
-    query_starts, key_starts = starts("cu_seqlens_q", T), starts("cu_seqlens_k", S)
-    if cu_seqlens_k is cu_seqlens_q:  # then lengths are equal, and no alignment matters, whatever the totals are
-        query_starts = key_starts = query_starts if T == S else jnp.minimum(query_starts, key_starts)
-    return Packing(query_starts, key_starts, lengths("seqused_q", query_starts, T), lengths("seqused_k", key_starts, S))
+    key_starts = None if cu_seqlens_k is cu_seqlens_q else starts("cu_seqlens_k")
+    return Packing(starts("cu_seqlens_q"), key_starts, used("seqused_q"), used("seqused_k"))
 
 
 def array(name: str, x: Any) -> jax.Array:
@@ -274,7 +294,12 @@ def _operand(name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, 
 
 
 def _integers(
-    name: str, x: Any, batch: Sequence[int], axes: Sequence[tuple[str, int]], low: int, high: int
+    name: str,
+    x: Any,
+    batch: Sequence[int],
+    axes: Sequence[tuple[str, int]],
+    low: int = -(2**31),
+    high: int = 2**31 - 1,
 ) -> jax.Array | None:
     """Integers of any width as int32 in [low, high]."""
     if x is None:
@@ -294,9 +319,10 @@ def _integers(
         return jnp.asarray(np.clip(x, low, high).astype(np.int32))
     if isinstance(x, np.ndarray):  # high is symbolic, and below MAX_LENGTH
         x = np.clip(x, low, MAX_LENGTH).astype(np.int32)
-    x = jnp.asarray(x)
-    bounds = (jnp.asarray(bound, dtype=x.dtype) for bound in (low, high))
-    return jnp.clip(x, *bounds).astype(jnp.int32)
+    result: jax.Array = jnp.asarray(x)
+    if result.dtype != jnp.int32 or (low, high) != (-(2**31), 2**31 - 1):
+        result = jnp.clip(result, *(jnp.asarray(bound, dtype=result.dtype) for bound in (low, high)))
+    return result.astype(jnp.int32)
 
 
 def _scale(x: Any, batch: Sequence[int]) -> float | jax.Array:

@@ -1,4 +1,5 @@
-"""The two primitives, flash_forward and flash_backward, and how to call them. Knows no keyword and no gradient rule.
+"""Attention's two primitives, flash_forward and flash_backward, and how to call them. Knows no keyword and no gradient
+rule.
 
 Both have the same parameters: the names of the operands that are present, of those among them whose gradient nobody
 wants, the spec, and the implementation insisted on.

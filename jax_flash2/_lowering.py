@@ -1,4 +1,4 @@
-"""What the two primitives compile to: one custom call each, to the same target on every platform.
+"""What the two primitives of attention compile to: one custom call each, to the same target on every platform.
 
 Knows the handlers' calling convention, and what the CUDA kernels take. Looks at no device but to say why a call cannot
 run: a program may be compiled here and run elsewhere.
@@ -15,7 +15,7 @@ from jax import ffi
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
-from jax_flash2 import _compat, _native, _reads, _sharding, _spans
+from jax_flash2 import _compat, _native, _packing, _reads, _sharding, _spans
 from jax_flash2._arrays import ARRAYS, OPERANDS, RESULTS, Dims, results_of
 from jax_flash2._spec import AttentionSpec
 
@@ -23,6 +23,7 @@ TARGETS = {
     "flash_forward": "jax_flash2_forward_v1",
     "flash_backward": "jax_flash2_backward_v1",
     "extents": _spans.EXTENTS_TARGET,
+    "packs": _packing.PACKS_TARGET,
 }
 
 

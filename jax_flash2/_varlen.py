@@ -61,8 +61,8 @@ def varlen_attention(
       cu_seqlens_k: integers [B + 1], likewise for keys. Where it is cu_seqlens_q, the same object, sequences have as
         many keys as queries, and both totals clamp.
       max_seqlen_q: FlashAttention's bound on the lengths of sequences, a positive number, traced or not. Not used.
-      max_seqlen_k: likewise for keys. An int, rounded up to a multiple of 256, schedules the backward; a
-        wrong one changes no result.
+      max_seqlen_k: likewise for keys. An int, rounded up to a multiple of 256, schedules the kernels; a wrong
+        one changes no result.
       seqused_q: integers [B], how many queries of each sequence are used, clamped to its length; None: all. No
         gradient.
       seqused_k: integers [B], likewise for keys.
@@ -124,7 +124,7 @@ def varlen_attention(
             "at key i (as jax.nn has it), or 'bottom_right', the last query stands at the last key (as FlashAttention "
             "2.1 has it); or pass one array twice."
         )
-    packing = _checks.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q.shape[0], k.shape[0])
+    packing = _checks.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = call._replace(
         packing=packing, longest=_longest(max_seqlen_k), bottom_right=matters and causal_alignment == "bottom_right"
     )

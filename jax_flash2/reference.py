@@ -119,7 +119,7 @@ def _over(x: jax.Array, axes: int) -> jax.Array:
 def _offset(call: _checks.Call) -> jax.Array:
     """[*#B, 1, #T, 1]: query i stands at key position i + offset."""
     if call.packing is not None:
-        packing, (queries, _) = call.packing, _sequences(call)
+        packing, (queries, _) = _packing_of(call), _sequences(call)
         offsets = packing.key_starts[:-1] - packing.query_starts[:-1]
         if call.bottom_right:
             offsets = offsets + packing.key_lengths - packing.query_lengths
@@ -138,9 +138,13 @@ def _positions(call: _checks.Call) -> tuple[jax.Array, jax.Array]:
     return jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)
 
 
+def _packing_of(call: _checks.Call) -> _checks.Sequences:
+    assert call.packing is not None
+    return call.packing.sequences(call.query.shape[-3], call.key.shape[-3])
+
+
 def _sequences(call: _checks.Call) -> tuple[jax.Array, jax.Array]:
     """[T] and [S]: which packed sequence uses a query, and a key; -1 for none."""
-    assert call.packing is not None
 
     def of(starts: jax.Array, lengths: jax.Array, x: jax.Array) -> jax.Array:
         row = jnp.arange(x.shape[-3], dtype=jnp.int32)[:, None]
@@ -148,7 +152,7 @@ def _sequences(call: _checks.Call) -> tuple[jax.Array, jax.Array]:
         number = jnp.arange(lengths.shape[0], dtype=jnp.int32)
         return jnp.max(jnp.where(member, number, -1), -1)
 
-    packing = call.packing
+    packing = _packing_of(call)
     return (
         of(packing.query_starts, packing.query_lengths, call.query),
         of(packing.key_starts, packing.key_lengths, call.key),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_flash2 import _packing, attention, varlen_attention
+from jax_flash2 import _checks, _packing, attention, varlen_attention
 
 # Each in two dtypes, in turn.
 _IN_TURN = list(zip(packs.PACKS, itertools.cycle([("float32", "bfloat16"), ("float64", "float16")])))
@@ -94,6 +94,7 @@ def test_random_packs(data):
 # Where sequences lie.
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 1), (0, None)], ids=str)
 @pytest.mark.parametrize("bottom_right", [False, True], ids=["top left", "bottom right"])
 @pytest.mark.parametrize(("T", "S", "B", "packs_"), [(24, 21, 5, 60), (97, 83, 40, 12)], ids=["few", "many"])
@@ -104,7 +105,7 @@ def test_spans_are_the_mask(rng, window, bottom_right, T, S, B, packs_):
         x[::2, 0], x[::2, -1] = 0, n  # of these packs all rows may take part
     lengths = [rng.integers(0, np.diff(x) + 1) if i else np.diff(x) for i, x in enumerate(starts)]
     lengths[1][::2] = np.diff(starts[1][::2])
-    packing = [jnp.asarray(x, jnp.int32) for x in (*starts, *lengths)]
+    packing = _checks.Packing(*(jnp.asarray(x, jnp.int32) for x in (*starts, *lengths)))
     make = functools.partial(_packing.packed, queries=T, keys=S, window=window, bottom_right=bottom_right)
     key_spans, query_spans, flags, positions = map(np.asarray, jax.vmap(make)(packing))
     assert {*flags} == {1, 3} or window != (None, None) or B > 5
@@ -121,6 +122,56 @@ def test_spans_are_the_mask(rng, window, bottom_right, T, S, B, packs_):
         assert flags[x] == (3 if keep.any(0).all() and keep.any(1).all() else 1)
 
 
+@pytest.mark.parametrize(("sequences", "kernels"), [(1, 1), (1023, 1), (1024, 0)])
+def test_on_a_gpu_one_kernel_makes_spans(sequences, kernels):
+    packing = _checks.Packing(jax.ShapeDtypeStruct((sequences + 1,), jnp.int32), None, None, None)
+    make = functools.partial(_packing.packed, queries=64, keys=64, window=(None, 0), bottom_right=False)
+    text = jax.jit(make).trace(packing).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"custom_call @{_packing.PACKS_TARGET}") == kernels
+
+
+def _numbers(rng, T, S, B):
+    """Packings of any numbers."""
+    right = [np.sort(rng.integers(0, n + 1, B + 1)) for n in (T, S)]
+    wrong = [rng.integers(-50, n + 60, B + 1) for n in (T, S)]
+    used = [rng.integers(-2, n + 3, B) for n in (T, S)]
+    for packing in (
+        (*right, None, None),
+        (*wrong, *used),
+        (*right, None, used[1]),
+        (wrong[0], None, None, None),
+        (right[0], None, used[0], None),
+        (np.linspace(0, T, B + 1), None, None, None),
+    ):
+        yield _checks.Packing(*(None if x is None else np.asarray(x, np.int32) for x in packing))
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(("T", "S", "B"), [(97, 83, 40), (5000, 4000, 1023), (0, 5, 2), (300, 300, 7)], ids=str)
+@pytest.mark.parametrize(("window", "bottom_right"), [((None, 0), True), ((3, 1), False)], ids=str)
+def test_spans_of_any_numbers(rng, T, S, B, window, bottom_right):
+    """Drawn pair by pair here. Of wrong starts right ones are made, and what is used of a sequence lies within it."""
+    make = jax.jit(functools.partial(_packing.packed, queries=T, keys=S, window=window, bottom_right=bottom_right))
+    for packing in _numbers(rng, T, S, B):
+        key_spans, query_spans, flags, positions = map(np.asarray, make(packing))
+        one = packing.key_starts is None
+        q_starts = np.maximum.accumulate(np.clip(packing.query_starts, 0, min(T, S) if one else T))
+        k_starts = q_starts if one else np.maximum.accumulate(np.clip(packing.key_starts, 0, S))
+        q_lens, k_lens = (
+            np.diff(starts) if used is None else np.clip(used, 0, np.diff(starts))
+            for starts, used in ((q_starts, packing.query_used), (k_starts, packing.key_used))
+        )
+        before, after = (T + S if side is None else side for side in window)
+        keep = np.zeros((T, S), bool)
+        for i0, j0, t, s in zip(q_starts, k_starts, q_lens, k_lens, strict=False):
+            i, j = np.arange(t) + (s - t if bottom_right else 0), np.arange(s)
+            keep[i0 : i0 + t, j0 : j0 + s] = (j >= i[:, None] - before) & (j <= i[:, None] + after)
+            np.testing.assert_array_equal(positions[i0 : i0 + t], j0 + i)
+        np.testing.assert_array_equal(_drawn(key_spans, S), keep)
+        np.testing.assert_array_equal(_drawn(query_spans, T), keep.T)
+        assert flags == (3 if keep.any(0).all() and keep.any(1).all() else 1)
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("sequences", [31, 32, 63, 600])
 def test_spans_take_a_few_numbers_a_row(sequences):
@@ -128,7 +179,7 @@ def test_spans_take_a_few_numbers_a_row(sequences):
     size = 8192
     starts, lengths = (jax.ShapeDtypeStruct((sequences + n,), jnp.int32) for n in (1, 0))
     make = functools.partial(_packing.packed, queries=size, keys=size, window=(None, 0), bottom_right=False)
-    memory = jax.jit(make).lower((starts, starts, lengths, lengths)).compile().memory_analysis()
+    memory = jax.jit(make).lower(_checks.Packing(starts, starts, lengths, lengths)).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 40 * 2 * size
 
 

@@ -174,6 +174,19 @@ def test_mapped_packs_are_split(kind, shared):
         _assert_split(call, args, split, mesh)
 
 
+@pytest.mark.parametrize("shared", [3, 4])
+def test_shared_starts_may_know_no_mesh(shared):
+    """Beside arrays that are split over an Explicit mesh, without jax.set_mesh."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(AxisType.Explicit,))
+    args = _arguments(2)
+    args[shared] = np.asarray(args[shared][0])
+    axes = [None if i == shared else 0 for i in range(len(args))]
+    call = jax.jit(jax.vmap(functools.partial(_gradients, causal_alignment="top_left"), axes))
+    data = NamedSharding(mesh, P("data"))
+    placed = [x if axis is None else jax.device_put(x, data) for x, axis in zip(args, axes, strict=True)]
+    calls.assert_close([np.asarray(x) for x in call(*placed)], [np.asarray(x) for x in call(*args)], jnp.float32)
+
+
 def test_shard_map_over_packs():
     """Each device has packs of its own, in a shard_map that tracks what varies; keys of all are shared."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))

@@ -76,6 +76,9 @@ struct Mask {
     return seen.begin < seen.end ? Span{seen.begin, seen.end} : Span{~0, 0};
   }
 
+  // Of key j, where there are spans.
+  JAX_FLASH2_HD constexpr Span span_of_key(int j) const { return j < k_len ? query_spans[j] : Span{~0, 0}; }
+
   // Keys that query i sees, and queries that see key j.
   JAX_FLASH2_HD constexpr Range keys(int i) const {
     if (key_spans) return i < q_len ? key_spans[i].range() : Range{0, 0};

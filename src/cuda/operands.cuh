@@ -172,6 +172,11 @@ struct Operands {
   __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
     addend = p.addend<float>(b, n, mask), dropout = p.dropout<float>(b, n), note_acts();
   }
+  // Those that remove pairs, where there are no others.
+  __device__ __forceinline__ void set_removing(const Problem& p, const Batch& b, int n) {
+    acts = {};
+    if (p.removes_pairs()) addend = p.addend<float>(b, n, mask), note_acts();
+  }
   __device__ __forceinline__ void note_acts() {
     const auto bit = [](bool does, uint32_t bit) { return does ? bit : 0u; };
     acts.bits = bit(addend.mask, Acts::kMask) | bit(addend.query_ids, Acts::kIds) | bit(addend.bias, Acts::kBias) |

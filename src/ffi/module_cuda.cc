@@ -5,6 +5,7 @@
 #include "cuda/dispatch.h"
 #include "cuda/extents.h"
 #include "cuda/launch.h"
+#include "cuda/packs.h"
 #include "ffi/decode.h"
 #include "ffi/source_digest.h"
 
@@ -59,6 +60,52 @@ XLA_FFI_DEFINE_HANDLER(kExtents, extents,
                            .Ret<ffi::Buffer<ffi::S32>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+// query_starts [*P, B + 1], key_starts, query_used and key_used [*P, B], of size zero where they are absent -> key_spans
+// [*P, T, 2], query_spans [*P, S, 2], span_flags [*P], positions [*P, T]; see find_rows.
+using Numbers = ffi::Buffer<ffi::S32>;
+ffi::Error packs(cudaStream_t stream, Numbers query_starts, Numbers key_starts, Numbers query_used, Numbers key_used,
+                 ffi::Result<Numbers> key_spans, ffi::Result<Numbers> query_spans, ffi::Result<Numbers> span_flags,
+                 ffi::Result<Numbers> positions, int64_t before, int64_t after, bool bottom_right) {
+  const auto given = [](const Numbers& x) { return x.element_count() == 0 ? nullptr : x.typed_data(); };
+  const auto dims = query_starts.dimensions();
+  const int64_t starts = dims.size() == 0 ? 0 : dims.back(), sequences = starts - 1;
+  const int64_t count = span_flags->element_count();
+  const auto is_of = [&](const Numbers& x, int64_t size) {
+    return x.element_count() == 0 || int64_t(x.element_count()) == count * size;
+  };
+  const auto rows = [&](const Numbers& spans) { return count == 0 ? 0 : int64_t(spans.element_count()) / count / 2; };
+  const int64_t queries = rows(*key_spans), keys = rows(*query_spans);
+  if (sequences < 1 || sequences > cuda::kMostSequences || !is_of(query_starts, starts) || !is_of(key_starts, starts) ||
+      !is_of(query_used, sequences) || !is_of(key_used, sequences) || queries > kMaxLength || keys > kMaxLength ||
+      int64_t(key_spans->element_count()) != count * queries * 2 ||
+      int64_t(query_spans->element_count()) != count * keys * 2 ||
+      int64_t(positions->element_count()) != count * queries || before < 0 || before > kMaxLength || after < 0 ||
+      after > kMaxLength) {
+    return ffi::Error::InvalidArgument("jax_flash2: packed sequences do not match their rows");
+  }
+  const auto spans = [](Numbers& x) { return reinterpret_cast<Span*>(x.typed_data()); };
+  return to_error(cuda::find_rows(
+      {given(query_starts), given(key_starts), given(query_used), given(key_used), count, int(sequences), int(queries),
+       int(keys), int(before), int(after), bottom_right},
+      {spans(*key_spans), spans(*query_spans), span_flags->typed_data(), positions->typed_data()}, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(kPacks, packs,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<Numbers>()
+                           .Arg<Numbers>()
+                           .Arg<Numbers>()
+                           .Arg<Numbers>()
+                           .Ret<Numbers>()
+                           .Ret<Numbers>()
+                           .Ret<Numbers>()
+                           .Ret<Numbers>()
+                           .Attr<int64_t>("before")
+                           .Attr<int64_t>("after")
+                           .Attr<bool>("bottom_right"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
@@ -67,6 +114,7 @@ NB_MODULE(_cuda, m) {
     d["jax_flash2_forward_v1"] = nb::capsule(reinterpret_cast<void*>(kForward));
     d["jax_flash2_backward_v1"] = nb::capsule(reinterpret_cast<void*>(kBackward));
     d["jax_flash2_extents_v1"] = nb::capsule(reinterpret_cast<void*>(kExtents));
+    d["jax_flash2_packs_v1"] = nb::capsule(reinterpret_cast<void*>(kPacks));
     return d;
   });
   m.def("instances", [] {

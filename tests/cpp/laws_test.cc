@@ -13,6 +13,7 @@
 #include "core/problem.h"
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/schedule.h"
+#include "cuda/sm90/sequences.h"
 
 namespace jax_flash2 {
 namespace {
@@ -443,6 +444,34 @@ void check_schedule() {
         }
 }
 
+// Every tile of a pack comes once, and of each sequence they come in order, one of each in turn.
+void check_sequences() {
+  using cuda::sm90::Sequences;
+  for (uint32_t tiles : {1u, 2u, 7u, 86u, 128u})
+    for (int64_t count : {0, 1, 2, 5, 16, 127, 200}) {
+      const Sequences s = Sequences::of(tiles, count);
+      std::vector<int> met(tiles);
+      for (uint32_t x = 0; x < tiles; x++) {
+        const uint32_t tile = s.tile(x);
+        expect(tile < tiles && (x < s.count || tile == s.tile(x - s.count) + 1), {}, "tile %u of %u in %u sequences", x,
+               tiles, s.count);
+        if (tile < tiles) met[tile]++;
+      }
+      expect(std::all_of(met.begin(), met.end(), [](int n) { return n == 1; }), {}, "%u tiles in %u sequences", tiles,
+             s.count);
+    }
+  Problem p{};
+  p.S = 16384;
+  expect(Sequences::make(p, 128).count == 1, {}, "what is no pack is one sequence");
+  int32_t cells[2] = {};
+  p.extras.key_spans = {.data = cells}, p.extras.query_spans = {.data = cells};
+  expect(Sequences::make(p, 128).count == 1, {}, "nor is one of which nobody knows more");
+  p.spec.longest_span = 1000;
+  expect(Sequences::make(p, 128).count == 16 && Sequences::make(p, 9).count == 9, {}, "as many as have room");
+  p.spec.longest_span = kMaxLength;
+  expect(Sequences::make(p, 128).count == 1, {}, "one at least");
+}
+
 // Every tile of every head is a step of one block's list, and each unit of a list ends once, with its last tile.
 void check_fixed_lists() {
   using cuda::sm90::FixedLists;
@@ -531,6 +560,7 @@ int main() {
   using namespace jax_flash2;
   exhaust_masks(7);
   check_schedule();
+  check_sequences();
   check_fixed_lists();
   check_chores();
   sample_masks(300);

@@ -29,7 +29,8 @@ struct Seen {
   __device__ __forceinline__ Seen(const Mask& mask, int key, int query) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const Range queries = mask.queries(key + 8 * h);
+      // A span is read whole, not one end after the other.
+      const Range queries = mask.query_spans ? mask.span_of_key(key + 8 * h).range() : mask.queries(key + 8 * h);
       bits[h] = tile::column_bits({queries.begin - query, queries.end - query});
     }
   }
@@ -154,10 +155,17 @@ struct BackwardConsumer {
     const uint32_t at = shared + Shared::kOperands + group * Shared::kOperandsBytes;
     return *static_cast<BackwardOperands*>(__cvta_shared_to_generic(at));
   }
-  template <class Plans>
+  template <Body kBody, class Plans>
   __device__ __forceinline__ void begin_head(const Plans& plans, int n) const {
     sync_group();  // nobody reads those of the head before
-    if (thread == 0) operands().mask = plans.mask(p), operands().set_head(p, plans.batch(), n);
+    if (thread == 0) {
+      operands().mask = plans.mask(p);
+      if constexpr (kBody == Body::kGeneral) {
+        operands().set_head(p, plans.batch(), n);
+      } else {
+        operands().set_removing(p, plans.batch(), n);
+      }
+    }
     sync_group();
   }
 
@@ -272,7 +280,7 @@ __device__ __forceinline__ void compute(Kind& kind) {
     // Bounds are read where they are needed: there are no registers to keep them.
 #pragma unroll 1
     for (int n = at.n_begin; n < plans.n_end(); n++) {
-      if constexpr (kBody != Body::kPlain) kind.begin_head(plans, n);
+      if constexpr (kBody != Body::kPlain) kind.template begin_head<kBody>(plans, n);
       int m = plans.tiles().begin;
       if constexpr (kBody != Body::kGeneral) {
 #pragma unroll 1

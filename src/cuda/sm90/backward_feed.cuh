@@ -64,16 +64,20 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
                                         head, batch, barrier, hint);
     }
   };
+  constexpr int kEarly = 2;  // steps before a tile's end the next ticket is drawn: any earlier, and long ones wait here
   Plans<Config, kSpans> plans(shared);
   const uint32_t block = schedule.ordered ? draw_ticket(p) : blockIdx.x;
   const bool drawn = schedule.drawn;
   const int steps = drawn ? INT32_MAX : schedule.steps(block);
   KeyTile at{};
+  constexpr uint32_t kNone = ~0u;
+  uint32_t ticket = kNone;  // the next one
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
-    const uint32_t ticket = drawn ? draw_ticket(p) : 0;
+    if (drawn && ticket == kNone) ticket = draw_ticket(p);
     if (drawn && ticket >= schedule.tickets()) break;
-    const BackwardSchedule::Place place = drawn ? schedule.drawn_place(ticket) : schedule.place(block, step);
+    const BackwardSchedule::Place place = drawn ? schedule.drawn_place<kSpans>(ticket) : schedule.place(block, step);
+    ticket = kNone;
     if (place.tile < 0) continue;
     at.template find<Config::kTile.keys(), Config::kTile.queries, kSpans>(p, schedule, place);
     plans.publish(at);
@@ -100,6 +104,8 @@ __device__ __forceinline__ void feed_tiles(const Problem& p, const BackwardTenso
         load(DoutTile{}, Shared::kDout + dout_ring.stage * DoutTile::kBytes, tensors.dout.map, row, n, dout_batch,
              dout_ring.full(), ptx::kEvictLast);
         dout_ring.next();
+        const bool ends = n == at.n_end - 1 && m == max_(at.tiles.begin, at.tiles.end - kEarly);
+        if (drawn && ends) ticket = draw_ticket(p);
       }
     }
   }

@@ -12,6 +12,7 @@
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config_backward.cuh"
 #include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/sequences.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/tile/shared_tile.cuh"
 
@@ -76,7 +77,8 @@ struct BackwardShared {
 // Which block does which key tiles of which heads, in which order. The query heads of a key head are one tile's, or are
 // split over `parts` of them. Key tiles of a head are next to each other, for they share Q, dO and dQ.
 struct BackwardSchedule {
-  FixedLists lists;  // of "heads", which are parts of key heads
+  FixedLists lists;     // of "heads", which are parts of key heads
+  Sequences sequences;  // whose tiles are drawn
   uint32_t parts;
   uint32_t resident;  // blocks that the device runs at once
   bool first_long;    // the first key tiles meet the most queries, not the last ones
@@ -98,8 +100,11 @@ struct BackwardSchedule {
   JAX_FLASH2_HD ChoreQueue chore_queue() const {
     return ChoreQueue::make(lists.units(), lists.units_of_head(), resident);
   }
+  template <bool kSpans>
   JAX_FLASH2_HD Place drawn_place(uint32_t ticket) const {
-    return turned({int(lists.tiles - 1 - ticket % lists.tiles), int(ticket / lists.tiles), true});
+    const uint32_t head = ticket / lists.tiles, x = ticket % lists.tiles;
+    const bool last = kSpans && head == lists.heads - 1;  // after which blocks have nothing to do while others do
+    return turned({int(lists.tiles - 1 - (last ? sequences.tile(x) : x)), int(head), true});
   }
   // A step of a block's list, or what a ticket of an ordered call stands for.
   JAX_FLASH2_HD Place place(uint32_t unit, int step) const {
@@ -271,8 +276,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   // Where tiles of keys meet few queries the products are done before the chores. They meet about as many queries as the
   // longest span has keys, and at most twice as many as the middle tile, which under a causal mask meets half of all.
   // The chores leave out what delta.cuh knows of sinks.
-  const int64_t longest = p.spec.longest_span < 0 ? p.S : p.spec.longest_span;
-  const int64_t met = std::min<int64_t>({p.T, longest, 2 * cost(tiles / 2) * kQueries});
+  const int64_t met = std::min<int64_t>({p.T, longest_sequence(p), 2 * cost(tiles / 2) * kQueries});
   // Else `order` is absent, not cleared, or holds turns.
   const bool counts = p.order.present() && p.T > 0 && !schedule->ordered;
   schedule->chores =
@@ -282,6 +286,7 @@ Status backward_schedule(const Problem& p, BackwardSchedule* schedule) {
   const bool listed = !p.has_spans() && p.S <= kMostKeysForLists && tiles <= resident &&
                       device_attribute(cudaDevAttrCooperativeLaunch) != 0;
   schedule->drawn = counts && (schedule->chores ? !listed : p.has_spans());
+  schedule->sequences = Sequences::make(p, tiles);
   schedule->lists = FixedLists::make(uint32_t(tiles), uint32_t(heads * parts), even || schedule->drawn,
                                      uint32_t(resident), schedule->waits());
   return {};

@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     const auto lines = [&](int kv_tile, int word) {
       return Pairs{query(0), first_column(kv_tile) + tile::column_step(word * kPairs)};
     };
-    const auto look = [&](int kv_tile, const Span(&spans)[2], Seen& seen) {
+    const auto look = [&]<bool kAsks>(int kv_tile, const Span(&spans)[2], Seen& seen) {
       const int column0 = first_column(kv_tile);
       Range keys[2];
 #pragma unroll
@@ -189,7 +189,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         for (int h = 0; h < 2; h++) {
           seen[word][h] = tile::column_bits({keys[h].begin - column0, keys[h].end - column0}, word * kPairs);
         }
-        if constexpr (kSpans) operands.ask_who(kPlain ? operands.acts : held.acts, lines(kv_tile, word), seen[word]);
+        if constexpr (kAsks) operands.ask_who(kPlain ? operands.acts : held.acts, lines(kv_tile, word), seen[word]);
       }
     };
     // The scores of a tile, as the tensor core left them, to their powers.
@@ -259,22 +259,25 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
     };
 
     int kv_tile = tiles.end - 1;
-    q_ring.wait_full();
-    k_ring.wait_full();
-    ptx::pin(s);
-    ptx::wgmma_fence();
-    issue_scores();
-    Seen seen;
-    look(kv_tile, first_spans, seen);  // waits for memory, while scores are worked out
-    softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
-    ptx::wgmma_wait_group<0>();
-    ptx::pin(s);
-    release(k_ring);
-    weigh.template operator()<true, true>(kv_tile, seen);
-    convert();
-    note_unclean(kv_tile);
-
-    const auto step_to = [&]<bool kMasked>(int kv_tile) {
+    // kAsks: mask or ids may remove pairs that spans leave.
+    const auto first_step = [&]<bool kAsks> {
+      q_ring.wait_full();
+      k_ring.wait_full();
+      ptx::pin(s);
+      ptx::wgmma_fence();
+      issue_scores();
+      Seen seen;
+      look.template operator()<kAsks>(kv_tile, first_spans, seen);  // waits for memory, while scores are worked out
+      softmax.start(kPlain ? score.scale * kLog2e : kLog2e, !is_live(0), !is_live(1));
+      ptx::wgmma_wait_group<0>();
+      ptx::pin(s);
+      release(k_ring);
+      weigh.template operator()<true, true>(kv_tile, seen);
+      convert();
+      note_unclean(kv_tile);
+    };
+    const auto step = [&]<bool kMasked, bool kAsks> {
+      kv_tile--;
       k_ring.wait_full();
       if (unclean) clean(kv_tile + 1);
       my_turn();
@@ -289,7 +292,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
       if constexpr (kMasked) {
         Span spans[2];
         ask_spans(spans);
-        look(kv_tile, spans, seen);
+        look.template operator()<kAsks>(kv_tile, spans, seen);
       }
       ptx::wgmma_wait_group<1>();
       ptx::pin(s);
@@ -305,13 +308,27 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
         unclean = false;
       }
     };
-    // Three loops, of which two are alike: with one masked loop for both ends ptxas serialises the products (C7511).
+    const auto steps = [&]<bool kAsks> {
+      first_step.template operator()<kAsks>();
+      // Three loops, of which two are alike: with one masked loop for both ends ptxas serialises the products (C7511).
 #pragma unroll 1
-    while (kv_tile > tiles.full_end) step_to.template operator()<true>(--kv_tile);
+      while (kv_tile > tiles.full_end) step.template operator()<true, kAsks>();
 #pragma unroll 1
-    while (kv_tile > tiles.full_begin) step_to.template operator()<false>(--kv_tile);
+      while (kv_tile > tiles.full_begin) step.template operator()<false, kAsks>();
 #pragma unroll 1
-    while (kv_tile > tiles.begin) step_to.template operator()<true>(--kv_tile);
+      while (kv_tile > tiles.begin) step.template operator()<true, kAsks>();
+    };
+    if constexpr (kBody == Body::kSpans) {
+      if (operands.acts.ask()) {  // then no tile is whole; in a walk of its own, for the other is to stay short
+        first_step.template operator()<true>();
+#pragma unroll 1
+        while (kv_tile > tiles.begin) step.template operator()<true, true>();
+      } else {
+        steps.template operator()<false>();
+      }
+    } else {
+      steps.template operator()<!kPlain>();
+    }
 
     release(q_ring);
     if (unclean) clean(kv_tile);

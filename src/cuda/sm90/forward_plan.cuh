@@ -9,6 +9,7 @@
 #include "core/problem.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/sequences.h"
 
 namespace jax_flash2::cuda::sm90 {
 
@@ -79,7 +80,7 @@ Status cut_into_tiles(const Problem& p, Cut* cut) {
   // are walked longest first over as many heads as fit L2, for K and V are to stay there. Few of them need no queue, whose
   // clearing would take longer than it saves.
   constexpr int kElementBytes = 2, kMostTogether = 16, kFewTurns = 4;
-  const int64_t key_head_bytes = int64_t(p.S) * (p.D + p.Dv) * kElementBytes + 1, key_heads = int64_t(p.B) * p.K;
+  const int64_t key_head_bytes = longest_sequence(p) * (p.D + p.Dv) * kElementBytes + 1, key_heads = int64_t(p.B) * p.K;
   const int64_t fitting = device_attribute(cudaDevAttrL2CacheSize) * int64_t(2) / 3 / key_head_bytes;
   cut->queued = !costs.alike && turns > 1 && (p.ragged() || turns > kFewTurns || fitting < key_heads);
   const int64_t most = costs.alike ? 1 : cut->queued ? std::min<int64_t>(kMostTogether, key_heads) : key_heads;

@@ -43,8 +43,9 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     const bool exactly = again || (kBody == Body::kGeneral && p.may_remove(mask));
     const auto key_tiles = [&](int first, int rows) {
       const int begin = first >> plan.pack_log2, end = ((first + rows - 1) >> plan.pack_log2) + 1;
-      const Range seen_first =
-          mask.keys(max_(begin, mask.live_queries().begin));  // asked for beside what the tiles need
+      const int live = max_(begin, mask.live_queries().begin);
+      // Asked for beside what the tiles need; a span whole, not one end after the other.
+      const Range seen_first = kSpans ? mask.span_of_query(live).range() : mask.keys(live);
       Tiles tiles = mask.key_tiles(begin, min_(end, p.T), kKeys);
       // Keys of live rows that share a full tile are intervals that hold it: if the first live row has seen a key beyond
       // the full tiles, all have.
@@ -54,15 +55,25 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
       if (exactly) tiles.full_begin = tiles.full_end = tiles.begin;
       return tiles;
     };
-    const auto write = [](uint32_t address, const Tiles& t) {
-      ptx::st_shared_v4(address, words(t.begin, t.full_begin, t.full_end, t.end));
-    };
+    // Of a consumer's rows, and, by the lane behind theirs, of all.
+    const bool all = lane == kConsumers;
+    Tiles tiles{};
+    if (lane <= kConsumers) tiles = key_tiles(row0 + (all ? 0 : lane * 64), all ? kRows : 64);
     hand_over([&](uint32_t work, Operands* operands) {
-      if (kSpans && lane == 31) operands->mask = mask, operands->set_head(p, batch, q_head << plan.pack_log2);
-      if (lane < kConsumers) write(work + sizeof(Work) + lane * sizeof(Tiles), key_tiles(row0 + lane * 64, 64));
+      if (kSpans && lane == 31) {
+        operands->mask = mask;
+        if constexpr (kBody == Body::kGeneral) {
+          operands->set_head(p, batch, q_head << plan.pack_log2);
+        } else {
+          operands->set_removing(p, batch, q_head << plan.pack_log2);
+        }
+      }
+      if (lane <= kConsumers) {
+        ptx::st_shared_v4(work + (all ? offsetof(Work, tiles) : sizeof(Work) + lane * sizeof(Tiles)),
+                          words(tiles.begin, tiles.full_begin, tiles.full_end, tiles.end));
+      }
       if (lane == 0) {
         ptx::st_shared_v4(work, words(Work::kTile, row0, mask.q_len, mask.k_len));
-        write(work + offsetof(Work, tiles), key_tiles(row0, kRows));
         ptx::st_shared_v4(work + offsetof(Work, batch), words(batch.at[0], batch.at[1], batch.at[2], batch.at[3]));
         const int n = q_head << plan.pack_log2;
         ptx::st_shared_v4(work + offsetof(Work, q_head), words(q_head, n / p.group(), step, 0));
