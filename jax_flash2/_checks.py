@@ -18,6 +18,7 @@ from jax_flash2._spec import MAX_LENGTH
 
 MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+_INT32 = np.iinfo(np.int32)
 
 
 class Sequences(NamedTuple):
@@ -298,8 +299,8 @@ def _integers(
     x: Any,
     batch: Sequence[int],
     axes: Sequence[tuple[str, int]],
-    low: int = -(2**31),
-    high: int = 2**31 - 1,
+    low: int = _INT32.min,
+    high: int = _INT32.max,
 ) -> jax.Array | None:
     """Integers of any width as int32 in [low, high]."""
     if x is None:
@@ -320,7 +321,7 @@ def _integers(
     if isinstance(x, np.ndarray):  # high is symbolic, and below MAX_LENGTH
         x = np.clip(x, low, MAX_LENGTH).astype(np.int32)
     result: jax.Array = jnp.asarray(x)
-    if result.dtype != jnp.int32 or (low, high) != (-(2**31), 2**31 - 1):
+    if result.dtype != jnp.int32 or (low, high) != (_INT32.min, _INT32.max):  # else XLA would make a kernel of nothing
         result = jnp.clip(result, *(jnp.asarray(bound, dtype=result.dtype) for bound in (low, high)))
     return result.astype(jnp.int32)
 

@@ -77,9 +77,8 @@ def _batch(xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, 
 def _rows(*xs: Any, names: Sequence[str], **params: Any) -> Any:
     """In jax.numpy."""
     if xs[0].ndim == 1:
-        return _rows_of_pack(
-            Packing(**{**dict.fromkeys(Packing._fields), **dict(zip(names, xs, strict=True))}), **params
-        )
+        given = dict(zip(names, xs, strict=True))
+        return _rows_of_pack(Packing._make(given.get(name) for name in Packing._fields), **params)
     shared = [x.shape[0] == 1 for x in xs]
     in_axes = [None if one and not all(shared) else 0 for one in shared]
     xs = tuple(x[0] if axis is None else x for x, axis in zip(xs, in_axes, strict=True))
