@@ -18,6 +18,8 @@ foreach(arch IN LISTS JAX_FLASH2_CUDA_ARCHITECTURES)
   list(APPEND gencode_sm80 -gencode=arch=compute_80,code=sm_${arch})
 endforeach()
 set(gencode_fma ${gencode_sm80})
+set(gencode_packs ${gencode_sm80})
+list(TRANSFORM gencode_packs REPLACE "compute_80,code=sm_90$" "compute_90,code=sm_90")
 set(gencode_sm90 -gencode=arch=compute_90a,code=sm_90a)  # WGMMA and TMA: this machine code and no PTX
 
 include(src/cuda/instances.cmake)
@@ -39,9 +41,12 @@ foreach(row IN LISTS JAX_FLASH2_CUDA_INSTANCES)
 endforeach()
 file(CONFIGURE OUTPUT ${generated}/instances.inc CONTENT "${table}" @ONLY)
 
-set_source_files_properties(src/cuda/extents.cu src/cuda/packs.cu PROPERTIES COMPILE_OPTIONS "${gencode_sm80}")
+# Units that are not generated. Where kernels may overlap, machine code of 9.0 is from a PTX of its own.
+set_source_files_properties(src/cuda/extents.cu PROPERTIES COMPILE_OPTIONS "${gencode_sm80}")
+set_source_files_properties(src/cuda/packs.cu PROPERTIES COMPILE_OPTIONS "${gencode_packs}")
+set_source_files_properties(src/cuda/sm90/queue.cu PROPERTIES COMPILE_OPTIONS "${gencode_sm90}")
 file(GLOB host_sources CONFIGURE_DEPENDS src/cuda/*.cc)
-add_library(jax_flash2_cuda_kernels STATIC ${units} src/cuda/extents.cu src/cuda/packs.cu ${host_sources})
+add_library(jax_flash2_cuda_kernels STATIC ${units} src/cuda/extents.cu src/cuda/packs.cu src/cuda/sm90/queue.cu ${host_sources})
 target_include_directories(jax_flash2_cuda_kernels PRIVATE ${generated})
 target_include_directories(jax_flash2_cuda_kernels SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_link_libraries(jax_flash2_cuda_kernels PRIVATE jax_flash2_options)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 
 import calls
 import cases
@@ -120,6 +121,11 @@ def test_spans_are_the_mask(rng, window, bottom_right, T, S, B, packs_):
         np.testing.assert_array_equal(_drawn(key_spans[x], S), keep)
         np.testing.assert_array_equal(_drawn(query_spans[x], T), keep.T)
         assert flags[x] == (3 if keep.any(0).all() and keep.any(1).all() else 1)
+
+
+def test_the_kernel_takes_as_many_sequences_as_it_is_given():
+    header = (pathlib.Path(__file__).parent.parent / "src/cuda/packs.h").read_text()
+    assert f"kMostSequences = {_packing._MOST_SEQUENCES};" in header
 
 
 @pytest.mark.parametrize(("sequences", "kernels"), [(1, 1), (1023, 1), (1024, 0)])

@@ -49,8 +49,8 @@ struct Extras {
 };
 
 // What a kernel's body knows of: bounds that hold for all rows of a batch row, with a scale known to be positive; spans in
-// their place, and operands that remove pairs; and what acts on every score.
-enum class Body : uint8_t { kPlain, kSpans, kGeneral };
+// their place; operands that remove pairs too; and what acts on every score.
+enum class Body : uint8_t { kPlain, kSpans, kRemoving, kGeneral };
 
 // What blocks of a backward tell each other by, of each head: where the adding to dQ is ordered, how many had their turn
 // at each of its query tiles, of 32 rows or more, and else, in the places of the first ones, counters of the head, in
@@ -188,7 +188,8 @@ struct Problem {
 
   Body body() const {
     if (extras.scale.present() || spec.scale <= 0 || spec.softcap != 0 || elementwise()) return Body::kGeneral;
-    return has_spans() || removes_pairs() ? Body::kSpans : Body::kPlain;
+    if (removes_pairs()) return Body::kRemoving;
+    return has_spans() ? Body::kSpans : Body::kPlain;
   }
 };
 

@@ -16,8 +16,10 @@ namespace jax_flash2::cuda {
 struct BackwardOperands : Operands {
   ScoreGradients gradients;
 
+  template <Body kBody>
   __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
-    Operands::set_head(p, b, n), gradients = ScoreGradients::make(p, b, n);
+    Operands::set_head<kBody>(p, b, n);
+    if constexpr (kBody == Body::kGeneral) gradients = ScoreGradients::make(p, b, n);
   }
 
   // Both turn what a lane has of lines step by step into P and dS. `seen` names the pairs that the mask leaves, and then

@@ -169,13 +169,11 @@ struct Operands {
   Dropout<float> dropout;
   Acts acts;
 
+  // Those that a body knows of.
+  template <Body kBody>
   __device__ __forceinline__ void set_head(const Problem& p, const Batch& b, int n) {
-    addend = p.addend<float>(b, n, mask), dropout = p.dropout<float>(b, n), note_acts();
-  }
-  // Those that remove pairs, where there are no others.
-  __device__ __forceinline__ void set_removing(const Problem& p, const Batch& b, int n) {
-    acts = {};
-    if (p.removes_pairs()) addend = p.addend<float>(b, n, mask), note_acts();
+    if constexpr (kBody == Body::kGeneral) dropout = p.dropout<float>(b, n);
+    if constexpr (kBody >= Body::kRemoving) addend = p.addend<float>(b, n, mask), note_acts();
   }
   __device__ __forceinline__ void note_acts() {
     const auto bit = [](bool does, uint32_t bit) { return does ? bit : 0u; };

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/launch_kernel.cuh"
+#include "cuda/ptx/grid.cuh"
 
 namespace jax_flash2::cuda {
 namespace {
@@ -46,41 +47,47 @@ __device__ __forceinline__ void put_right(const int32_t* given, int count, int s
   __syncthreads();  // the starts are there, and the warps' largest are read
 }
 
-// What a row reads of the other side. It stands at its index in its sequence plus, where `shifted`, what the other side's
-// sequence is longer by. Rows in no sequence have an empty span between those of their neighbours, so that neither end
-// ever decreases.
-__device__ __forceinline__ Span find_span(const Side& side, const Side& other, int sequences, int row, int before,
-                                          int after, bool shifted, int* position) {
-  int b = 0;  // the last sequence, but for the end, that begins at the row or before it
-#pragma unroll 1
-  for (int end = sequences; end - b > 1;) {
-    const int middle = (b + end) / 2;
-    const bool begins = side.starts[middle] <= row;
-    b = begins ? middle : b, end = begins ? end : middle;
-  }
-  const int index = row - side.starts[b], length = side.lengths[b], low = other.starts[b];
-  const int high = low + other.lengths[b];
-  *position = low + index + (shifted ? other.lengths[b] - length : 0);
-  const bool inside = 0 <= index && index < length;
-  const int nearest = index < 0 ? low : high;
-  const int begin = inside ? clamp_(*position - before, low, high) : nearest;
-  const int end = inside ? clamp_(*position + after + 1, low, high) : nearest;
-  return {begin < end ? begin : ~begin, end};
-}
+// A pack, as the rows of one side see it.
+struct View {
+  Side mine, other;
+  int sequences, before, after;  // how far a row sees of the other side from where it stands there
+  bool shifted;                  // by what the other side's sequence is longer
 
-// Whether each row of sequence b reads something and none lies behind it; of the first and the last, at the ends.
-__device__ __forceinline__ bool is_alive(const Side& side, const Side& other, int sequences, int b, int before,
-                                         int after, bool shifted) {
-  const int length = side.lengths[b], others = other.lengths[b];
-  const int first = shifted ? others - length : 0, last = first + length - 1;
-  const bool reads = length == 0 || (others > 0 && first + after >= 0 && last - before < others);
-  return reads && side.starts[b + 1] - side.starts[b] == length && (b > 0 || side.starts[0] == 0) &&
-         (b < sequences - 1 || side.starts[sequences] == side.size);
-}
+  // What a row reads. It stands at its index in its sequence. Rows in no sequence have an empty span between those of their
+  // neighbours, so that neither end ever decreases.
+  __device__ __forceinline__ Span find_span(int row, int* position) const {
+    int b = 0;  // the last sequence, but for the end, that begins at the row or before it
+#pragma unroll 1
+    for (int end = sequences; end - b > 1;) {
+      const int middle = (b + end) / 2;
+      const bool begins = mine.starts[middle] <= row;
+      b = begins ? middle : b, end = begins ? end : middle;
+    }
+    const int index = row - mine.starts[b], length = mine.lengths[b], low = other.starts[b];
+    const int high = low + other.lengths[b];
+    *position = low + index + (shifted ? other.lengths[b] - length : 0);
+    const bool inside = 0 <= index && index < length;
+    const int nearest = index < 0 ? low : high;
+    const int begin = inside ? clamp_(*position - before, low, high) : nearest;
+    const int end = inside ? clamp_(*position + after + 1, low, high) : nearest;
+    return {begin < end ? begin : ~begin, end};
+  }
+
+  // Whether each row of sequence b reads something and none lies behind it; of the first and the last, at the ends.
+  __device__ __forceinline__ bool is_alive(int b) const {
+    const int length = mine.lengths[b], others = other.lengths[b];
+    const int first = shifted ? others - length : 0, last = first + length - 1;
+    const bool reads = length == 0 || (others > 0 && first + after >= 0 && last - before < others);
+    return reads && mine.starts[b + 1] - mine.starts[b] == length && (b > 0 || mine.starts[0] == 0) &&
+           (b < sequences - 1 || mine.starts[sequences] == mine.size);
+  }
+};
 
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ Packs packs, const __grid_constant__ PackedRows rows, const uint32_t blocks) {
   __shared__ int starts_s[2][kMostSequences + 1], lengths_s[2][kMostSequences];
+  ptx::let_kernel_behind_begin();
+  ptx::wait_for_kernels_before();
   const int sequences = packs.sequences, starts = sequences + 1;
   const int64_t pack = blockIdx.x / blocks;
   const bool same = !packs.key_starts;  // then of no more rows than both sides have
@@ -107,20 +114,21 @@ __global__ void __launch_bounds__(kThreads)
   bool alive = true;
 #pragma unroll
   for (int x = 0; x < 2; x++) {
-    const Side mine = side(x), other = side(1 - x);
-    const int before = x == 0 ? packs.before : packs.after, after = x == 0 ? packs.after : packs.before;
-    if (row < mine.size) {
-      const int64_t at = pack * mine.size + row;
+    const View view{.mine = side(x),
+                    .other = side(1 - x),
+                    .sequences = sequences,
+                    .before = x == 0 ? packs.before : packs.after,
+                    .after = x == 0 ? packs.after : packs.before,
+                    .shifted = packs.bottom_right};
+    if (row < view.mine.size) {
+      const int64_t at = pack * view.mine.size + row;
       int position;
-      (x == 0 ? rows.key_spans : rows.query_spans)[at] =
-          find_span(mine, other, sequences, row, before, after, packs.bottom_right, &position);
+      (x == 0 ? rows.key_spans : rows.query_spans)[at] = view.find_span(row, &position);
       if (x == 0) rows.positions[at] = position;
     }
     if (blockIdx.x % blocks != 0) continue;
 #pragma unroll 1
-    for (int b = threadIdx.x; b < sequences; b += kThreads) {
-      alive &= is_alive(mine, other, sequences, b, before, after, packs.bottom_right);
-    }
+    for (int b = threadIdx.x; b < sequences; b += kThreads) alive &= view.is_alive(b);
   }
   alive = __syncthreads_and(alive);
   if (row == 0) rows.span_flags[pack] = alive ? 3 : 1;
@@ -131,7 +139,8 @@ __global__ void __launch_bounds__(kThreads)
 Status find_rows(const Packs& packs, const PackedRows& rows, cudaStream_t stream) {
   if (packs.packs == 0) return {};
   const int64_t blocks = std::max(1, (std::max(packs.queries, packs.keys) + kThreads - 1) / kThreads);
-  return launch_kernel(rows_kernel, packs.packs * blocks, kThreads, 0, stream, packs, rows, uint32_t(blocks));
+  return launch_kernel({.early = can_wait(rows_kernel)}, rows_kernel, packs.packs * blocks, kThreads, 0, stream, packs,
+                       rows, uint32_t(blocks));
 }
 
 }  // namespace jax_flash2::cuda

@@ -66,28 +66,41 @@ using Numbers = ffi::Buffer<ffi::S32>;
 ffi::Error packs(cudaStream_t stream, Numbers query_starts, Numbers key_starts, Numbers query_used, Numbers key_used,
                  ffi::Result<Numbers> key_spans, ffi::Result<Numbers> query_spans, ffi::Result<Numbers> span_flags,
                  ffi::Result<Numbers> positions, int64_t before, int64_t after, bool bottom_right) {
-  const auto given = [](const Numbers& x) { return x.element_count() == 0 ? nullptr : x.typed_data(); };
   const auto dims = query_starts.dimensions();
   const int64_t starts = dims.size() == 0 ? 0 : dims.back(), sequences = starts - 1;
   const int64_t count = span_flags->element_count();
-  const auto is_of = [&](const Numbers& x, int64_t size) {
-    return x.element_count() == 0 || int64_t(x.element_count()) == count * size;
-  };
   const auto rows = [&](const Numbers& spans) { return count == 0 ? 0 : int64_t(spans.element_count()) / count / 2; };
   const int64_t queries = rows(*key_spans), keys = rows(*query_spans);
-  if (sequences < 1 || sequences > cuda::kMostSequences || !is_of(query_starts, starts) || !is_of(key_starts, starts) ||
-      !is_of(query_used, sequences) || !is_of(key_used, sequences) || queries > kMaxLength || keys > kMaxLength ||
-      int64_t(key_spans->element_count()) != count * queries * 2 ||
-      int64_t(query_spans->element_count()) != count * keys * 2 ||
-      int64_t(positions->element_count()) != count * queries || before < 0 || before > kMaxLength || after < 0 ||
-      after > kMaxLength) {
+
+  const auto has = [&](const Numbers& x, int64_t of_each) { return int64_t(x.element_count()) == count * of_each; };
+  const auto may_have = [&](const Numbers& x, int64_t of_each) { return x.element_count() == 0 || has(x, of_each); };
+  const bool starts_match = sequences >= 1 && has(query_starts, starts) && may_have(key_starts, starts);
+  const bool lengths_match = may_have(query_used, sequences) && may_have(key_used, sequences);
+  const bool rows_match = has(*key_spans, queries * 2) && has(*query_spans, keys * 2) && has(*positions, queries);
+  const bool fits = sequences <= cuda::kMostSequences && queries <= kMaxLength && keys <= kMaxLength;
+  const bool sees = 0 <= before && before <= kMaxLength && 0 <= after && after <= kMaxLength;
+  if (!starts_match || !lengths_match || !rows_match || !fits || !sees) {
     return ffi::Error::InvalidArgument("jax_flash2: packed sequences do not match their rows");
   }
+
+  const auto given = [](const Numbers& x) { return x.element_count() == 0 ? nullptr : x.typed_data(); };
   const auto spans = [](Numbers& x) { return reinterpret_cast<Span*>(x.typed_data()); };
-  return to_error(cuda::find_rows(
-      {given(query_starts), given(key_starts), given(query_used), given(key_used), count, int(sequences), int(queries),
-       int(keys), int(before), int(after), bottom_right},
-      {spans(*key_spans), spans(*query_spans), span_flags->typed_data(), positions->typed_data()}, stream));
+  return to_error(cuda::find_rows({.query_starts = given(query_starts),
+                                   .key_starts = given(key_starts),
+                                   .query_used = given(query_used),
+                                   .key_used = given(key_used),
+                                   .packs = count,
+                                   .sequences = int(sequences),
+                                   .queries = int(queries),
+                                   .keys = int(keys),
+                                   .before = int(before),
+                                   .after = int(after),
+                                   .bottom_right = bottom_right},
+                                  {.key_spans = spans(*key_spans),
+                                   .query_spans = spans(*query_spans),
+                                   .span_flags = span_flags->typed_data(),
+                                   .positions = positions->typed_data()},
+                                  stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(kPacks, packs,

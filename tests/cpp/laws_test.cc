@@ -404,11 +404,13 @@ void check_problem() {
   for (Tensor* operand :
        {&p.extras.mask, &p.extras.query_ids, &p.extras.bias, &p.extras.alibi_slopes, &p.extras.seeds}) {
     operand->data = cells;
-    expect(p.body() == (p.removes_pairs() ? Body::kSpans : Body::kGeneral) && (p.elementwise() || p.removes_pairs()),
+    expect(p.body() == (p.removes_pairs() ? Body::kRemoving : Body::kGeneral) && (p.elementwise() || p.removes_pairs()),
            none, "nor is what operands do to pairs");
     operand->data = nullptr;
   }
-  p.extras.sinks.data = cells;
+  p.extras.key_spans.data = cells;
+  expect(p.body() == Body::kSpans, none, "spans alone remove nothing from each other");
+  p.extras.key_spans.data = nullptr, p.extras.sinks.data = cells;
   expect(p.body() == Body::kPlain, none, "a sink is no matter of pairs");
   p.extras.sinks.data = nullptr;
   p.extras.bias = {.data = cells, .batch = {0, 0, 0, 9}, .row = 9, .head = 0, .col = 1};

@@ -12,6 +12,7 @@
 #include "core/problem.h"
 #include "cuda/element.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/stmatrix.cuh"
@@ -187,6 +188,23 @@ __global__ void __launch_bounds__(384, 1) turns_kernel(int* list, int* leaders) 
   }
 }
 
+__device__ __forceinline__ int64_t nanoseconds() {
+  int64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// Adds 1 to what the kernel before has left, a while after it began, and says when it began and when it was done.
+__global__ void relay_kernel(const int* from, int* to, int64_t* began, int64_t* done) {
+  const int64_t start = nanoseconds();
+  ptx::let_kernel_behind_begin();
+  ptx::wait_for_kernels_before();
+  const int got = *reinterpret_cast<const volatile int*>(from);
+  for (const int64_t waits = nanoseconds(); nanoseconds() < waits + 200'000;) {
+  }
+  *to = got + 1, *began = start, *done = nanoseconds();
+}
+
 }  // namespace jax_flash2::cuda::sm90
 
 namespace {
@@ -342,6 +360,46 @@ void test_turns() {
   judge("elect.sync", one);
 }
 
+// Kernels in a row, as a stream runs them and as a graph does: each sees what the one before wrote last, though it began
+// before that one ended.
+void test_relay() {
+  constexpr int kKernels = 8, kBlocks = 1;
+  std::vector<int> values(kKernels + 1);
+  std::vector<int64_t> began(kKernels), done(kKernels);
+  int* const values_g = device(values);
+  int64_t *const began_g = device(began), *const done_g = device(done);
+  cudaStream_t stream;
+  require(cudaStreamCreate(&stream), "stream");
+  const auto enqueue = [&] {
+    for (int x = 0; x < kKernels; x++) {
+      require(cuda::launch_kernel({.early = true}, sm90::relay_kernel, kBlocks, 1, 0, stream,
+                                  static_cast<const int*>(values_g + x), values_g + x + 1, began_g + x, done_g + x),
+              "launch");
+    }
+  };
+  const auto judge_run = [&](const std::string& how) {
+    require(cudaStreamSynchronize(stream), "run");
+    read(values, values_g), read(began, began_g), read(done, done_g);
+    bool in_order = true;
+    int early = 0;  // how many: the host may fall behind a stream
+    for (int x = 0; x < kKernels; x++) in_order &= values[x + 1] == x + 1;
+    for (int x = 1; x < kKernels; x++) early += began[x] < done[x - 1];
+    judge("griddepcontrol.wait, " + how, in_order);
+    if (cuda::driver_knows_early()) judge("griddepcontrol.launch_dependents, " + how, early > 0);
+  };
+  const auto clear = [&] { require(cudaMemset(values_g, 0, values.size() * sizeof(int)), "clear"); };
+  clear(), enqueue(), judge_run("in a stream");
+
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  enqueue();
+  require(cudaStreamEndCapture(stream, &graph), "capture");
+  require(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
+  for (int run = 0; run < 2; run++)
+    clear(), require(cudaGraphLaunch(executable, stream), "graph"), judge_run("in a graph");
+}
+
 template <int kRows, int kCols>
 void test_packed(int cols, int pack_log2, int row0) {
   using Element = cuda::bf16;
@@ -375,6 +433,7 @@ void test_packed(int cols, int pack_log2, int row0) {
 
 int main() {
   test_turns();
+  test_relay();
   test_packed<64, 64>(64, 0, 10), test_packed<64, 128>(128, 1, 0), test_packed<64, 128>(72, 3, 60);
   test_packed<64, 96>(80, 2, 50), test_packed<64, 256>(256, 3, 66);
   test_copy<64, 64>(64, 0), test_copy<64, 64>(40, 10), test_copy<64, 64>(8, 69);

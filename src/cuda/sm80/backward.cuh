@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
     keep_base(kQ, p.q.at<const Element>(b)), keep_base(kDoutBase, p.dout.at<const Element>(b));
     keep_base(kLse, p.lse.at<const float>(b)), keep_base(kDelta, p.delta.at<const float>(b));
     keep_base(kDqAcc, p.dq_acc.at<float>(b));
-    if constexpr (!kPlain) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n_begin);
+    if constexpr (!kPlain) operands_s->mask = p.mask(b), operands_s->template set_head<kBody>(p, b, n_begin);
   }
   __syncthreads();  // they are there
 
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
 
     exchanged.wait(parity);
     if (!last) publish_statistic(statistic);
-    if (!kPlain && !last && next.n != at.n && threadIdx.x == 0) operands_s->set_head(p, b, next.n);
+    if (!kPlain && !last && next.n != at.n && threadIdx.x == 0) operands_s->template set_head<kBody>(p, b, next.n);
 #pragma unroll
     for (int t = 1; t < kAcross; t++) {  // the queries of the other warps of these keys
       const int other = (across + t) % kAcross;

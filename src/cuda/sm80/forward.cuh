@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), Config::kTile.blocks_
   static_assert(sizeof(Operands) <= ForwardTile::kOperandsBytes);
   Operands* const operands_s = reinterpret_cast<Operands*>(shared + Config::kTile.tiles_bytes());
   if constexpr (!kPlain) {
-    if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->set_head(p, b, n);
+    if (threadIdx.x == 0) operands_s->mask = p.mask(b), operands_s->template set_head<kBody>(p, b, n);
     __syncthreads();  // the operands are there
   }
   const Mask bounds = p.mask<false>(b);  // of the plain body the mask; the general one's stays in shared memory

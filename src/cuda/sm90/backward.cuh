@@ -94,18 +94,8 @@ Status launch_backward(const Problem& p, const BackwardSchedule& schedule, cudaS
         encode_tensor_map(encoder, p, p.dv, of_keys(p.Dv, kValuePanel, 64), &tensors.dv)}) {
     if (!status.ok()) return status;
   }
-  const auto kernel = backward_kernel<Config, Element, kBody>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
-  if (error == cudaSuccess) {
-    cudaLaunchAttribute together{};  // blocks that wait for each other
-    together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(schedule.blocks())), config.blockDim = dim3(Config::kTile.threads());
-    config.dynamicSmemBytes = Shared::kBytes, config.stream = stream;
-    config.attrs = &together, config.numAttrs = schedule.waits() ? 1 : 0;
-    error = cudaLaunchKernelEx(&config, kernel, p, tensors, schedule);
-  }
-  return {error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
+  return launch_kernel({.together = schedule.waits()}, backward_kernel<Config, Element, kBody>, schedule.blocks(),
+                       Config::kTile.threads(), Shared::kBytes, stream, p, tensors, schedule);
 }
 
 template <class Config, class Element, Body kBody>
@@ -144,6 +134,7 @@ Status backward(const Problem& p, cudaStream_t stream) {
   switch (p.body()) {
     case Body::kPlain: return backward_with<Config, Element, Body::kPlain>(p, stream);
     case Body::kSpans: return backward_with<Config, Element, Body::kSpans>(p, stream);
+    case Body::kRemoving: return backward_with<Config, Element, Body::kRemoving>(p, stream);
     default: return backward_with<RoomyBackwardConfig<kHeadDim, kValueDim>, Element, Body::kGeneral>(p, stream);
   }
 }

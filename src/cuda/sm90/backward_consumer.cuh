@@ -66,6 +66,7 @@ struct Scores {
           s[j][e] = ptx::ex2(fmaf(s[j][e], scale_log2, e % 2 ? lse.y : lse.x));
           if (!is_seen(j, e)) s[j][e] = 0;
         }
+        stay_behind(j);
       }
     } else {
       operands.probabilities(
@@ -85,6 +86,7 @@ struct Scores {
           dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
           if (!is_seen(j, e)) dp[j][e] = 0;
         }
+        stay_behind(j);
       }
     } else {
       uint32_t kept[2];
@@ -99,6 +101,10 @@ struct Scores {
  private:
   __device__ __forceinline__ bool is_seen(int j, int e) const {
     return !kMasked || (seen.bits[e / 2] >> (2 * j + e % 2) & 1);
+  }
+  // Of a masked tile of 128 queries: keeps ptxas from reading statistics ahead, for which there are no registers.
+  static __device__ __forceinline__ void stay_behind(int j) {
+    if (kMasked && kCols8 >= 16 && j % 4 == 3) __syncwarp();
   }
   __device__ __forceinline__ float2 lses(int j) const { return ptx::ld_shared_v2_f32(statistics + j * 32); }
   __device__ __forceinline__ float2 deltas(int j) const {
@@ -150,7 +156,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void sync_all() const { ptx::bar_sync(kAllBarrier, kAll); }
   __device__ __forceinline__ void sync_group() const { ptx::bar_sync(kGroupBarrier + group, 128); }
 
-  // Of all bodies but the plain one; of the head of the step.
+  // Of bodies that have any; of the head of the step.
   __device__ __forceinline__ BackwardOperands& operands() const {
     const uint32_t at = shared + Shared::kOperands + group * Shared::kOperandsBytes;
     return *static_cast<BackwardOperands*>(__cvta_shared_to_generic(at));
@@ -160,11 +166,7 @@ struct BackwardConsumer {
     sync_group();  // nobody reads those of the head before
     if (thread == 0) {
       operands().mask = plans.mask(p);
-      if constexpr (kBody == Body::kGeneral) {
-        operands().set_head(p, plans.batch(), n);
-      } else {
-        operands().set_removing(p, plans.batch(), n);
-      }
+      operands().template set_head<kBody>(p, plans.batch(), n);
     }
     sync_group();
   }
@@ -182,13 +184,14 @@ struct BackwardConsumer {
         p.T};
   }
 
-  // By a step, of what it masks.
-  template <Body kBody, class Plans>
-  __device__ __forceinline__ Seen see(const Plans& plans, int key, int query) const {
-    if constexpr (kBody == Body::kPlain) return Seen(plans.mask(p), key, query);
-    const BackwardOperands& known = operands();
-    Seen seen(known.mask, key, query);
-    if (kBody == Body::kSpans) known.ask_who(known.acts, Lines<false, kOwn / 4>{query, key}, seen.bits);
+  // By a step, of what it masks. `mask`: the batch row's.
+  template <Body kBody>
+  __device__ __forceinline__ Seen see(const Mask& mask, int key, int query) const {
+    Seen seen(mask, key, query);
+    if constexpr (kBody == Body::kRemoving) {
+      const Operands& known = operands();
+      known.ask_who(known.acts, Lines<false, kOwn / 4>{query, key}, seen.bits);
+    }
     return seen;
   }
 
@@ -280,7 +283,7 @@ __device__ __forceinline__ void compute(Kind& kind) {
     // Bounds are read where they are needed: there are no registers to keep them.
 #pragma unroll 1
     for (int n = at.n_begin; n < plans.n_end(); n++) {
-      if constexpr (kBody != Body::kPlain) kind.template begin_head<kBody>(plans, n);
+      if constexpr (kBody >= Body::kRemoving) kind.template begin_head<kBody>(plans, n);
       int m = plans.tiles().begin;
       if constexpr (kBody != Body::kGeneral) {
 #pragma unroll 1

@@ -77,7 +77,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     const auto query = [&] { return i0 + int(lane) % 4 * 2; };
     Seen seen;
     // With spans early: it waits for memory.
-    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(plans, key(), query());
+    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(mask, key(), query());
     q_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -109,7 +109,7 @@ struct NarrowTile : BackwardConsumer<Config> {
     if constexpr (kPlain) {
       ptx::wgmma_wait_group<1>();
       ptx::pin(s);
-      if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key(), query());
+      if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(mask, key(), query());
       scores.probabilities(s, scale_log2);
     }
     uint32_t p_r[kCols8 / 2][4], ds_r[kCols8 / 2][4];

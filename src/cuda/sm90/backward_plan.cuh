@@ -58,7 +58,7 @@ struct BackwardShared {
   static constexpr int kPlanRing = kDqRing + BackwardTile::kConsumers * Ring<1>::kBytes;
   static constexpr int kChoreRing = kPlanRing + Ring<kPlans>::kBytes;
   static constexpr int kPlan = kChoreRing + Ring<1>::kBytes;
-  static constexpr int kOperands = kPlan + kPlans * kPlanBytes;  // of each warpgroup, of all bodies but the plain one
+  static constexpr int kOperands = kPlan + kPlans * kPlanBytes;  // of each warpgroup, of bodies that have any
   static constexpr int kOperandsBytes = (sizeof(BackwardOperands) + 15) / 16 * 16;
   static constexpr int kEnd = kOperands + BackwardTile::kConsumers * kOperandsBytes;
   // A tile of out and one of dO, or one of dQ, where there is room for them.

@@ -84,7 +84,7 @@ struct WideTile : BackwardConsumer<Config> {
     const int key = (kPlain && !kMasked ? 0 : plans.tile() * kKeys) + int(warp) * 16 + int(lane) / 4,
               query = i0 + first_query() + int(lane) % 4 * 2;
     Seen seen;
-    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(plans, key, query);  // early: it waits for memory
+    if constexpr (kMasked && kSpans) seen = this->template see<kBody>(mask, key, query);  // early: it waits for memory
     q_ring.wait_full();
     if constexpr (kMasked)
       clear_dead_rows<QTile>(shared + Shared::kQ + q_stage, i0, p.T, live_q, kGroupBarrier + group);
@@ -118,7 +118,7 @@ struct WideTile : BackwardConsumer<Config> {
     if constexpr (kPlain) {
       ptx::wgmma_wait_group<1>();
       ptx::pin(s);
-      if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(plans, key, query);
+      if constexpr (kMasked && !kSpans) seen = this->template see<kBody>(mask, key, query);
       scores.probabilities(s, scale_log2);
     }
     ptx::wgmma_wait_group<0>();

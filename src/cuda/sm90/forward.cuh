@@ -8,6 +8,7 @@
 
 #include "core/problem.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/warpgroup.cuh"
 #include "cuda/sm90/forward_consumer.cuh"
@@ -15,6 +16,7 @@
 #include "cuda/sm90/forward_planner.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 #include "cuda/sm90/forward_work.cuh"
+#include "cuda/sm90/queue.h"
 
 namespace jax_flash2::cuda::sm90 {
 
@@ -29,6 +31,8 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
   for (int x = threadIdx.x; x < kMostSteps / 32; x += kTile.threads()) {
     ptx::st_shared_b32(shared + Shared::kAgain + x * 4, 0);
   }
+  ptx::let_kernel_behind_begin();
+  ptx::wait_for_kernels_before();
   __syncthreads();  // barriers and marks are there
 
   const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
@@ -38,7 +42,7 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
     return;
   }
   ptx::setmaxnreg_dec<kTile.producer_registers()>();
-  if (warp == 0 && ptx::elect_sync()) load_keys<Config, kBody == Body::kPlain ? 0 : 4>(plan, shared);
+  if (warp == 0 && ptx::elect_sync()) load_keys<Config, kBody>(plan, shared);
   if (warp == 1) plan_tiles<Config, kBody>(p, plan, shared);
   if (warp == 2 && ptx::elect_sync()) load_queries<Config>(plan, shared);
 }
@@ -47,11 +51,10 @@ __global__ void __launch_bounds__(Config::kTile.threads(), 1)
 template <class Config, class Element, Body kBody>
 Status launch_forward(const Problem& p, const ForwardPlan& plan, cudaStream_t stream) {
   if (plan.queue) {
-    const cudaError_t error = cudaMemsetAsync(plan.queue, 0, sizeof(*plan.queue), stream);
-    if (error != cudaSuccess) return {cudaGetErrorString(error)};
+    if (const Status status = clear_queue(plan.queue, stream); !status.ok()) return status;
   }
-  return launch_kernel(forward_kernel<Config, Element, kBody>, plan.schedule.workers, Config::kTile.threads(),
-                       ForwardShared<Config>::kBytes, stream, p, plan);
+  return launch_kernel({.early = true}, forward_kernel<Config, Element, kBody>, plan.schedule.workers,
+                       Config::kTile.threads(), ForwardShared<Config>::kBytes, stream, p, plan);
 }
 
 template <class Config, class Element, Body kBody>
@@ -74,6 +77,7 @@ Status forward(const Problem& p, cudaStream_t stream) {
     return forward_with<Roomy, Element, Body::kGeneral>(p, cut, stream);
   }
   if (const Status status = cut_into_tiles<Config>(p, &cut); !status.ok()) return status;
+  if (p.body() == Body::kRemoving) return forward_with<Config, Element, Body::kRemoving>(p, cut, stream);
   if (p.body() == Body::kSpans) return forward_with<Config, Element, Body::kSpans>(p, cut, stream);
   if constexpr (Fewer::kTile.rows() < Config::kTile.rows()) {
     Cut fewer;

@@ -318,7 +318,7 @@ __device__ __forceinline__ void consume(const Problem& p, int pack_log2, uint32_
 #pragma unroll 1
       while (kv_tile > tiles.begin) step.template operator()<true, kAsks>();
     };
-    if constexpr (kBody == Body::kSpans) {
+    if constexpr (kBody == Body::kRemoving) {
       if (operands.acts.ask()) {  // then no tile is whole; in a walk of its own, for the other is to stay short
         first_step.template operator()<true>();
 #pragma unroll 1

@@ -15,7 +15,7 @@ namespace jax_flash2::cuda::sm90 {
 
 // How many neighbouring heads share a tile: all that a key head's group divides into, where that leaves fewer tiles.
 inline int pack_log2(const Problem& p, int rows) {
-  if (p.body() == Body::kGeneral || p.removes_pairs()) return 0;  // what acts on scores may differ from head to head
+  if (p.body() >= Body::kRemoving) return 0;  // what acts on scores may differ from head to head
   const auto tiles = [&](int log2) { return ((int64_t(p.T) << log2) + rows - 1) / rows * (p.N >> log2); };
   int most = 0;
   while (most < 6 && p.group() % (2 << most) == 0) most++;
@@ -77,11 +77,11 @@ Status cut_into_tiles(const Problem& p, Cut* cut) {
   cut->time = costs.alike ? turns * tile_time : std::max(tile_time, all / workers);
 
   // Tiles that cost the same stay together head by head, which spreads what comes from memory over the whole run. Others
-  // are walked longest first over as many heads as fit L2, for K and V are to stay there. Few of them need no queue, whose
-  // clearing would take longer than it saves.
+  // are walked longest first over as many heads as have the K and V of one sequence in L2, which are to stay there. Few of
+  // them need no queue, whose clearing would take longer than it saves.
   constexpr int kElementBytes = 2, kMostTogether = 16, kFewTurns = 4;
-  const int64_t key_head_bytes = longest_sequence(p) * (p.D + p.Dv) * kElementBytes + 1, key_heads = int64_t(p.B) * p.K;
-  const int64_t fitting = device_attribute(cudaDevAttrL2CacheSize) * int64_t(2) / 3 / key_head_bytes;
+  const int64_t sequence_bytes = longest_sequence(p) * (p.D + p.Dv) * kElementBytes + 1, key_heads = int64_t(p.B) * p.K;
+  const int64_t fitting = device_attribute(cudaDevAttrL2CacheSize) * int64_t(2) / 3 / sequence_bytes;
   cut->queued = !costs.alike && turns > 1 && (p.ragged() || turns > kFewTurns || fitting < key_heads);
   const int64_t most = costs.alike ? 1 : cut->queued ? std::min<int64_t>(kMostTogether, key_heads) : key_heads;
   const int64_t together = std::clamp<int64_t>(fitting, 1, most) * (p.group() >> pack);

@@ -62,11 +62,7 @@ __device__ __forceinline__ void plan_tiles(const Problem& p, const ForwardPlan& 
     hand_over([&](uint32_t work, Operands* operands) {
       if (kSpans && lane == 31) {
         operands->mask = mask;
-        if constexpr (kBody == Body::kGeneral) {
-          operands->set_head(p, batch, q_head << plan.pack_log2);
-        } else {
-          operands->set_removing(p, batch, q_head << plan.pack_log2);
-        }
+        operands->template set_head<kBody>(p, batch, q_head << plan.pack_log2);
       }
       if (lane <= kConsumers) {
         ptx::st_shared_v4(work + (all ? offsetof(Work, tiles) : sizeof(Work) + lane * sizeof(Tiles)),

@@ -57,9 +57,10 @@ __device__ __forceinline__ void load_queries(const ForwardPlan& plan, uint32_t s
   });
 }
 
-// kLeft: tiles of keys that are left to load when the planner is told to go on.
-template <class Config, int kLeft>
+template <class Config, Body kBody>
 __device__ __forceinline__ void load_keys(const ForwardPlan& plan, uint32_t shared) {
+  // Tiles of keys that are left to load when the planner is told to go on: to look for spans takes it a while.
+  constexpr int kLeft = kBody == Body::kPlain ? 0 : 4;
   using Shared = ForwardShared<Config>;
   ptx::prefetch_tensormap(&plan.k.map), ptx::prefetch_tensormap(&plan.v.map);
   typename Shared::KRing k_ring{shared + Shared::kKRing};
