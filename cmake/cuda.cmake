@@ -2,7 +2,7 @@
 
 set(JAX_FLASH2_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO where nvcc >= 12.4 is found")
 set(JAX_FLASH2_CUDA_ARCHITECTURES "80;90" CACHE STRING
-    "Machine code for these (but of Hopper's own kernels), from one compute_80 PTX that is embedded too, for all other devices from 8.0 up")
+    "Machine code for these, but for Hopper's own, from one compute_80 PTX, embedded for all other devices too")
 set(JAX_FLASH2_HEAD_DIMS "64;96;128;192;256" CACHE STRING "Padded head dims to compile; a smaller one uses the next")
 option(JAX_FLASH2_FETCH_NVCC "Use the nvcc of the PyPI wheels, which JAX_FLASH2_FETCH_NVCC=1 pip install brings" OFF)
 

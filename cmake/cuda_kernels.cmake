@@ -46,7 +46,8 @@ set_source_files_properties(src/cuda/extents.cu PROPERTIES COMPILE_OPTIONS "${ge
 set_source_files_properties(src/cuda/packs.cu PROPERTIES COMPILE_OPTIONS "${gencode_packs}")
 set_source_files_properties(src/cuda/sm90/queue.cu PROPERTIES COMPILE_OPTIONS "${gencode_sm90}")
 file(GLOB host_sources CONFIGURE_DEPENDS src/cuda/*.cc)
-add_library(jax_flash2_cuda_kernels STATIC ${units} src/cuda/extents.cu src/cuda/packs.cu src/cuda/sm90/queue.cu ${host_sources})
+add_library(
+  jax_flash2_cuda_kernels STATIC ${units} src/cuda/extents.cu src/cuda/packs.cu src/cuda/sm90/queue.cu ${host_sources})
 target_include_directories(jax_flash2_cuda_kernels PRIVATE ${generated})
 target_include_directories(jax_flash2_cuda_kernels SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_link_libraries(jax_flash2_cuda_kernels PRIVATE jax_flash2_options)

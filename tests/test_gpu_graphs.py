@@ -27,20 +27,21 @@ PROGRAM = """
         most = {"max_seqlen_q": 4000, "max_seqlen_k": 4000}
         return varlen_attention(x, k, v, starts, starts, **most, is_causal=True, deterministic=True)
 
-    def scanned(layer, q):
+    def scanned(layer, length, q):
         def loss(q):
-            return jnp.sum(jax.lax.scan(lambda x, _: (layer(x), None), q, length=8)[0].astype(jnp.float32) ** 2)
+            return jnp.sum(jax.lax.scan(lambda x, _: (layer(x), None), q, length=length)[0].astype(jnp.float32) ** 2)
 
         return jax.grad(loss)(q)
 
-    def looped(layer, q):
+    def looped(layer, _, q):
         return jax.lax.while_loop(lambda state: state[0] < 32, lambda state: (state[0] + 1, layer(state[1])), (0, q))[1]
 
     # The second one's blocks draw their tiles from a queue, and the third one's, of which a kernel reads the starts.
-    for attend_to, shape in ((attend, (2, 128, 4, 64)), (attend, (8, 1024, 32, 64)), (attend_packed, (8192, 8, 64))):
+    small, queued, packed = (2, 128, 4, 64), (8, 1024, 32, 64), (8192, 8, 64)
+    for layer, shape, length in ((attend, small, 32), (attend, queued, 8), (attend_packed, packed, 8)):
         q, k, v = arrays(*shape)
         for repeated in (scanned, looped):
-            function = jax.jit(functools.partial(repeated, functools.partial(attend_to, k, v)))
+            function = jax.jit(functools.partial(repeated, functools.partial(layer, k, v), length))
             for _ in range(4):
                 result = jax.block_until_ready(function(q))
             with tempfile.TemporaryDirectory() as folder:
